@@ -1,0 +1,40 @@
+"""Which backends there are, and which are installed."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import Literal
+
+from gpu_runtime.backends.protocol import Backend
+from gpu_runtime.errors import BuildError
+
+BackendName = Literal["onnxruntime", "openvino", "tensorrt", "tensorrt_rtx"]
+
+# name → (library that must be installed, module, class, extra that brings the library)
+_TABLE: dict[str, tuple[str, str, str, str]] = {
+    "onnxruntime": ("onnxruntime", "gpu_runtime.backends.onnxruntime_backend", "OnnxRuntimeBackend", "cpu"),
+    "openvino": ("openvino", "gpu_runtime.backends.openvino_backend", "OpenVinoBackend", "cpu"),
+    "tensorrt": ("tensorrt", "gpu_runtime.backends.tensorrt_backend", "TensorRtBackend", "gpu"),
+    "tensorrt_rtx": ("tensorrt_rtx", "gpu_runtime.backends.tensorrt_backend", "TensorRtRtxBackend", "rtx"),
+}
+
+
+def is_installed(name: str) -> bool:
+    return importlib.util.find_spec(_TABLE[name][0]) is not None
+
+
+def get_backend(name: str) -> Backend:
+    """The backend of that name; `BuildError` when there is none or its library is not installed."""
+    if name not in _TABLE:
+        raise BuildError("unknown backend", stage="backends", item=name, expected=", ".join(_TABLE))
+    library, module, cls, extra = _TABLE[name]
+    if not is_installed(name):
+        raise BuildError(
+            f"the library {library!r} is not installed",
+            stage="backends",
+            item=name,
+            next_step=f"pip install 'inference-dags[{extra}]'",
+        )
+    backend: Backend = getattr(importlib.import_module(module), cls)()
+    return backend

@@ -1,0 +1,313 @@
+"""BenchmarkReport: what each engine is worth and how fast it is, with the gate's verdict inside."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gpu_runtime.artifacts import Artifact, ArtifactStore
+from gpu_runtime.backends.engine_set import EngineSet
+from gpu_runtime.backends.onnxruntime_backend import ReferenceSession
+from gpu_runtime.backends.protocol import EngineFile, EngineOptions
+from gpu_runtime.backends.registry import get_backend
+from gpu_runtime.benchmark.environment import describe_environment
+from gpu_runtime.benchmark.measure import Measurement, Setting, measure
+from gpu_runtime.datasets.sample import RowSample
+from gpu_runtime.device.host import usable_cores
+from gpu_runtime.device.protocol import Device, DeviceClass
+from gpu_runtime.errors import GateError, InferenceError
+from gpu_runtime.executor.slots import allocate_slot
+from gpu_runtime.quality.gate import GatePolicy, Verdict, judge_accuracy, judge_speed
+from gpu_runtime.specs import Graph, digest_of, to_plain
+
+KIND = "benchmark"
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What is tried: every batch size with one stream of all threads, and with as many single-threaded
+    streams as there are cores. Each setting gets one short round of `probe_s`; the best `finalists` of each
+    engine are then measured against each other in interleaved rounds of `round_s`."""
+
+    batches: tuple[int, ...] = (1, 8, 32)
+    finalists: int = 1
+    rounds: int = 5
+    round_s: float = 0.2
+    probe_s: float = 0.05
+
+    def settings(self, engine: EngineFile) -> list[Setting]:
+        cores = usable_cores()
+        layouts = dict.fromkeys([(1, cores), (cores, 1)])
+        return [
+            Setting(engine.key, batch, streams, threads)
+            for batch in self.batches
+            if batch <= engine.max_batch
+            for streams, threads in layouts
+        ]
+
+
+@dataclass(frozen=True)
+class EngineResult:
+    """One engine's line. `value` is the gate's metric on this device. `measurements` are its finalists, from
+    interleaved rounds; `probes` the whole sweep, one short round each. Both are empty where it cannot run."""
+
+    engine: str
+    engine_digest: str
+    precision: str
+    nbytes: int
+    value: float | None
+    speedup: float | None
+    verdict: Verdict
+    measurements: tuple[Measurement, ...]
+    probes: tuple[Measurement, ...]
+
+    @property
+    def best(self) -> Measurement | None:
+        return max(self.measurements, key=lambda m: m.rows_per_s, default=None)
+
+
+@dataclass(frozen=True)
+class BenchmarkReport:
+    artifact: Artifact
+
+    @property
+    def digest(self) -> str:
+        return self.artifact.digest
+
+    @property
+    def device_class(self) -> DeviceClass:
+        plain = self.artifact.metadata["device_class"]
+        return DeviceClass(plain["kind"], plain["name"], tuple(plain["features"]))
+
+    @property
+    def results(self) -> list[EngineResult]:
+        """In the order of the engine set. Engines that did not run here have no passed verdict."""
+        return [
+            EngineResult(
+                **{k: entry[k] for k in ("engine", "engine_digest", "precision", "nbytes", "value", "speedup")},
+                verdict=Verdict(entry["verdict"]["passed"], tuple(entry["verdict"]["reasons"])),
+                measurements=_measurements(entry["measurements"]),
+                probes=_measurements(entry["probes"]),
+            )
+            for entry in self.artifact.metadata["results"]
+        ]
+
+    @property
+    def reference(self) -> float:
+        """The metric of the FP32 graph in the reference runtime."""
+        return float(self.artifact.metadata["reference"])
+
+    @property
+    def policy(self) -> GatePolicy:
+        return GatePolicy(**self.artifact.metadata["policy"])
+
+    @property
+    def engine_set(self) -> str:
+        """Content digest of the engine set that was measured."""
+        return str(self.artifact.metadata["engine_set"])
+
+    @property
+    def gate_set(self) -> str:
+        """Digest of the rows the gate looked at."""
+        return str(self.artifact.metadata["gate_set"])
+
+    @property
+    def passed(self) -> list[EngineResult]:
+        """Engines that may serve, fastest first."""
+        good = [result for result in self.results if result.verdict.passed and result.best]
+        return sorted(good, key=lambda result: -result.best.rows_per_s if result.best else 0.0)
+
+
+def benchmark_recipe(engines: EngineSet, gate_set: str) -> str:
+    """Under which a report is found again: the engines and the rows they were judged on."""
+    return digest_of({"engines": engines.digest, "gate_set": gate_set})
+
+
+def run_benchmark(
+    model: str,
+    engines: EngineSet,
+    reference_graph: Graph,
+    gate_rows: RowSample,
+    policy: GatePolicy,
+    sweep: Sweep,
+    device: Device,
+    store: ArtifactStore,
+) -> BenchmarkReport:
+    """Judge every engine's accuracy on this device, time those that keep it, judge their speed.
+
+    Never reused from an earlier run: whoever materializes a benchmark wants it measured.
+    """
+    reference = _reference_outputs(reference_graph, gate_rows, policy.output)
+    base = policy.measure(reference, reference, gate_rows.labels)
+    if not np.isfinite(base):
+        raise GateError(
+            "the metric says nothing on these rows",
+            stage="benchmark",
+            item=f"{model}: {policy.metric}",
+            expected="rows with labels of both kinds",
+            got=f"{gate_rows.rows} rows",
+            next_step="name other gate partitions",
+        )
+    values: dict[str, float] = {}
+    verdicts: dict[str, Verdict] = {}
+    for key, file in engines.engines.items():
+        if reason := get_backend(file.backend).runs_here():
+            verdicts[key] = Verdict(False, (f"not run here: {reason}",))
+            continue
+        try:
+            got = run_rows(file, device, gate_rows, policy.output)
+        except InferenceError as error:
+            verdicts[key] = Verdict(False, (f"not run here: {error}",))
+            continue
+        value = policy.measure(got, reference, gate_rows.labels)
+        values[key] = value if np.isfinite(value) else 0.0
+        verdicts[key] = judge_accuracy(policy, values[key], base)
+    # A refused engine never serves; it is timed all the same, so that the table shows what it would have bought.
+    runnable = [file for key, file in engines.engines.items() if key in values]
+    probes, measured = _sweep(runnable, sweep, device, gate_rows)
+    baseline = max(
+        (m.rows_per_s for k, ms in measured.items() if engines.engines[k].precision == "fp32" for m in ms),
+        default=float("nan"),
+    )
+    results = []
+    for key, file in engines.engines.items():
+        found = measured.get(key, [])
+        speedup = max((m.rows_per_s for m in found), default=float("nan")) / baseline
+        verdict = verdicts[key]
+        if verdict.passed:
+            verdict = judge_speed(policy, file.precision, speedup)
+        results.append(
+            EngineResult(
+                key,
+                file.digest,
+                file.precision,
+                file.nbytes,
+                values.get(key),
+                speedup if np.isfinite(speedup) else None,
+                verdict,
+                tuple(found),
+                tuple(probes.get(key, ())),
+            )
+        )
+    with store.draft(KIND, [benchmark_recipe(engines, gate_rows.digest)]) as draft:
+        draft.metadata = {
+            "model": model,
+            "engine_set": engines.digest,
+            "device_class": device.device_class,
+            "environment": describe_environment(),
+            "policy": policy,
+            "gate_set": gate_rows.digest,
+            "gate_rows": gate_rows.rows,
+            "reference": base,
+            "results": results,
+            "not_built": engines.not_built,
+        }
+    return BenchmarkReport(draft.finished())
+
+
+def _sweep(
+    files: Sequence[EngineFile], sweep: Sweep, device: Device, rows: RowSample
+) -> tuple[dict[str, list[Measurement]], dict[str, list[Measurement]]]:
+    """Probe every setting of every engine, then hold the best of each against each other."""
+    engines = {file.key: file for file in files}
+    probes = {
+        file.key: [
+            # One at a time: a sweep of a large model must not hold all its copies in memory.
+            measure(engines, [setting], device, rows.inputs, rounds=1, round_s=sweep.probe_s)[0]
+            for setting in sweep.settings(file)
+        ]
+        for file in files
+    }
+    finalists = [
+        probe.setting
+        for found in probes.values()
+        for probe in sorted(found, key=lambda m: -m.rows_per_s)[: sweep.finalists]
+    ]
+    measured: dict[str, list[Measurement]] = {}
+    for one in measure(engines, finalists, device, rows.inputs, rounds=sweep.rounds, round_s=sweep.round_s):
+        measured.setdefault(one.setting.engine, []).append(one)
+    return probes, measured
+
+
+def _measurements(plain: Sequence[Mapping[str, Any]]) -> tuple[Measurement, ...]:
+    return tuple(Measurement(**{**m, "setting": Setting(**m["setting"])}) for m in plain)
+
+
+def run_rows(file: EngineFile, device: Device, sample: RowSample, output: str) -> npt.NDArray[Any]:
+    """One output of every row of `sample`, by the built engine on `device`, in padded batches."""
+    batch = min(file.max_batch, 32 if sample.rows < 4096 else 1024)
+    made: list[npt.NDArray[Any]] = []
+    with contextlib.ExitStack() as stack:
+        engine = stack.enter_context(get_backend(file.backend).load(file, device, EngineOptions(1, usable_cores())))
+        stream = device.stream()
+        stack.callback(stream.close)
+        slot = allocate_slot(file, device, batch, engine.create_context(), stream)
+        for rows in sample.batches(batch):
+            count = len(next(iter(rows.values())))
+            for tensor in slot.inputs:
+                tensor.rows[:count] = rows[tensor.spec.name]
+                tensor.rows[count:] = rows[tensor.spec.name][:1]
+                device.copy_in(tensor.staging, tensor.buffer, tensor.staging.nbytes, stream)
+            slot.context.enqueue(
+                {t.spec.name: t.array for t in slot.inputs},
+                {t.spec.name: t.array for t in slot.outputs},
+                stream,
+            )
+            for tensor in slot.outputs:
+                device.copy_out(tensor.buffer, tensor.staging, tensor.staging.nbytes, stream)
+            stream.record(slot.copied_out)
+            slot.copied_out.synchronize()
+            made.append(slot.results[output][:count].copy())
+    return np.concatenate(made)
+
+
+def _reference_outputs(graph: Graph, sample: RowSample, output: str) -> npt.NDArray[Any]:
+    run = ReferenceSession(graph.path)
+    return np.concatenate([run(rows)[output] for rows in sample.batches(min(graph.max_batch, 256))])
+
+
+def best_rate(results: Sequence[EngineResult], precision: str, backend: str | None = None) -> float | None:
+    """Rows per second of the fastest engine of that precision (and backend) that passed the gate."""
+    rates = [
+        result.best.rows_per_s
+        for result in results
+        if result.best
+        and result.verdict.passed
+        and result.precision == precision
+        and (backend is None or result.engine.startswith(f"{backend}:"))
+    ]
+    return max(rates, default=None)
+
+
+def table_rows(report: BenchmarkReport) -> list[dict[str, Any]]:
+    """One plain row an engine: what a person compares."""
+    rows: list[dict[str, Any]] = []
+    for result in report.results:
+        best = result.best
+        rows.append(
+            {
+                "engine": result.engine,
+                "precision": result.precision,
+                report.policy.metric: None if result.value is None else round(result.value, 4),
+                "batch": best.setting.batch if best else None,
+                "streams": best.setting.streams if best else None,
+                "p50_ms": round(best.p50_ms, 3) if best else None,
+                "p99_ms": round(best.p99_ms, 3) if best else None,
+                "rows_per_s": round(best.rows_per_s, 1) if best else None,
+                "speedup": None if result.speedup is None else round(result.speedup, 2),
+                "size_kb": round(result.nbytes / 1024),
+                "gate": "passed" if result.verdict.passed else "refused: " + "; ".join(result.verdict.reasons),
+            }
+        )
+    return rows
+
+
+def as_plain(report: BenchmarkReport) -> Mapping[str, Any]:
+    """The whole report as JSON types."""
+    plain: Mapping[str, Any] = to_plain(report.artifact.metadata)
+    return plain

@@ -1,0 +1,32 @@
+"""What a dataset looks like, as it is declared in configuration, and the source that reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from gpu_runtime.datasets.image_folder import ImageFolderSource
+from gpu_runtime.datasets.parquet import ParquetSource
+from gpu_runtime.datasets.partition import Source
+from gpu_runtime.specs import TensorSpec
+
+
+@dataclass(frozen=True)
+class DatasetSpec:
+    """A dataset with one folder a day under `<data root>/<name>/`. The fields are those of its source."""
+
+    name: str
+    format: Literal["parquet", "images"]
+    columns: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    vocabularies: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    row_key: str | None = None
+    label: str | None = None
+    crop_fraction: float = 0.875
+
+    def source(self, data_root: Path, inputs: tuple[TensorSpec, ...]) -> Source:
+        root = str(data_root / self.name)
+        if self.format == "images":
+            return ImageFolderSource(root, inputs, self.crop_fraction)
+        return ParquetSource(root, inputs, self.columns, self.vocabularies, self.row_key, self.label)

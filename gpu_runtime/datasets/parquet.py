@@ -1,0 +1,217 @@
+"""Columns of Parquet files as model inputs: `<root>/<day>/*.parquet`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gpu_runtime.datasets.partition import (
+    DatasetPartition,
+    FileFingerprint,
+    Piece,
+    RowFailure,
+    RowOrigin,
+    ShardTask,
+    day_folder,
+)
+from gpu_runtime.errors import DatasetError, SpecError
+from gpu_runtime.specs import TensorSpec
+
+
+@dataclass(frozen=True)
+class ParquetSource:
+    """How columns become inputs.
+
+    `columns` maps each input to its columns: one for a scalar row, k for a row of shape `[k]`.
+    `vocabularies` maps a text column to its known values; the id is the position.
+    A null, a value that is not finite, an unknown category and a value outside the input's declared range
+    each quarantine their row. `rows_per_shard` bounds what one shard holds in memory.
+    """
+
+    root: str
+    inputs: tuple[TensorSpec, ...]
+    columns: Mapping[str, tuple[str, ...]]
+    vocabularies: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    row_key: str | None = None
+    label: str | None = None
+    rows_per_shard: int = 1_000_000
+
+    def __post_init__(self) -> None:
+        for spec in self.inputs:
+            columns = self.columns.get(spec.name, ())
+            width = 1 if spec.shape == () else spec.shape[0] if len(spec.shape) == 1 else -1
+            if len(columns) != width:
+                raise SpecError(
+                    "its columns do not fill its shape",
+                    stage="dataset",
+                    item=spec.name,
+                    expected=f"{width} columns for a row of shape {spec.shape}",
+                    got=f"{len(columns)} columns",
+                )
+
+    def partition(self, day: str) -> DatasetPartition:
+        import pyarrow.parquet as pq
+
+        folder = day_folder(Path(self.root), day)
+        shards: list[ShardTask] = []
+        for path in sorted(folder.rglob("*.parquet")):
+            fingerprint = FileFingerprint.of(path, folder)
+            try:
+                metadata = pq.read_metadata(path)
+            except Exception as error:
+                raise DatasetError(
+                    f"not a readable Parquet file: {error}",
+                    stage="dataset",
+                    item=f"{day}/{fingerprint.path}",
+                    next_step="land the file again",
+                ) from error
+            for groups in _row_group_ranges(metadata, self.rows_per_shard):
+                shards.append(ShardTask(day, len(shards), str(folder), (fingerprint,), groups))
+        return DatasetPartition(day, tuple(shards))
+
+    def open(self, shard: ShardTask) -> ParquetReader:
+        import pyarrow.parquet as pq
+
+        file = shard.files[0].path
+        path = Path(shard.folder) / file
+        with pq.ParquetFile(path) as parquet:
+            held = set(parquet.schema_arrow.names)
+            needed = [c for columns in self.columns.values() for c in columns]
+            needed += [c for c in (self.row_key, self.label) if c]
+            for column in needed:
+                if column not in held:
+                    raise DatasetError(
+                        f"column {column!r} is missing",
+                        stage="dataset",
+                        item=f"{shard.day}/{file}",
+                        expected=", ".join(needed),
+                        got=", ".join(sorted(held)),
+                        next_step="land the file with its declared columns, or change `columns` in defs.yaml",
+                    )
+                self._check_type(column, parquet.schema_arrow.field(column).type, f"{shard.day}/{file}")
+            assert shard.row_groups is not None
+            first, last = shard.row_groups
+            offset = sum(parquet.metadata.row_group(g).num_rows for g in range(first))
+            table = parquet.read_row_groups(list(range(first, last)), columns=list(dict.fromkeys(needed)))
+        return ParquetReader(self, table.combine_chunks(), file, offset)
+
+    def _check_type(self, column: str, found: Any, item: str) -> None:
+        import pyarrow.types as types
+
+        if column == self.row_key:
+            return
+        value = found.value_type if types.is_dictionary(found) else found
+        if column in self.vocabularies:
+            fits, expected = types.is_string(value) or types.is_large_string(value), "text"
+        else:
+            fits = types.is_integer(value) or types.is_floating(value) or types.is_boolean(value)
+            expected = "a number"
+        # A column without a single value may come as the null type: its rows are quarantined, one by one.
+        if not (fits or types.is_null(value)):
+            raise DatasetError(
+                f"column {column!r} has another type",
+                stage="dataset",
+                item=item,
+                expected=expected,
+                got=str(found),
+                next_step="land the file with its declared types",
+            )
+
+
+def _row_group_ranges(metadata: Any, rows_per_shard: int) -> list[tuple[int, int]]:
+    ranges, first, rows = [], 0, 0
+    for group in range(metadata.num_row_groups):
+        rows += metadata.row_group(group).num_rows
+        if rows >= rows_per_shard or group == metadata.num_row_groups - 1:
+            ranges.append((first, group + 1))
+            first, rows = group + 1, 0
+    return ranges
+
+
+class ParquetReader:
+    """A shard's columns as numpy arrays; converted and checked once, when the shard is opened."""
+
+    def __init__(self, source: ParquetSource, table: Any, file: str, offset: int) -> None:
+        self._source, self._file, self._offset = source, file, offset
+        self._keys = table.column(source.row_key) if source.row_key else None
+        self._label = table.column(source.label) if source.label else None
+        self._table = table
+        self._columns = {c: table.column(c) for columns in source.columns.values() for c in columns}
+
+    @property
+    def rows(self) -> int:
+        return int(self._table.num_rows)
+
+    def origin(self, row: int) -> RowOrigin:
+        position = self._offset + row
+        key = None if self._keys is None else self._keys[row].as_py()
+        return RowOrigin(f"{self._file}#{position}" if key is None else str(key), self._file, position)
+
+    def labels(self) -> npt.NDArray[Any] | None:
+        if self._label is None:
+            return None
+        import pyarrow as pa
+
+        return self._label.cast(pa.float64()).to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
+
+    def pieces(self, start: int, stop: int, staging: Mapping[str, npt.NDArray[Any]]) -> list[Piece]:
+        return [lambda: self._fill(start, stop, staging)]
+
+    def _fill(self, start: int, stop: int, staging: Mapping[str, npt.NDArray[Any]]) -> list[RowFailure]:
+        reasons: dict[int, str] = {}
+        for spec in self._source.inputs:
+            target = staging[spec.name].reshape(stop - start, -1)
+            for place, column in enumerate(self._source.columns[spec.name]):
+                values, bad, reason = self._values(column, start, stop)
+                for row in np.flatnonzero(bad):
+                    reasons.setdefault(int(row), reason(int(row)))
+                outside = np.zeros(stop - start, bool)
+                if spec.minimum is not None:
+                    outside |= values < spec.minimum
+                if spec.maximum is not None:
+                    outside |= values > spec.maximum
+                if spec.numpy_dtype.kind in "iu":
+                    limits = np.iinfo(spec.numpy_dtype)
+                    outside |= (values < limits.min) | (values > limits.max) | (values != np.floor(values))
+                outside &= ~bad
+                for row in np.flatnonzero(outside):
+                    reasons.setdefault(int(row), f"column {column!r} is outside its declared range or type")
+                with np.errstate(over="ignore"):
+                    target[:, place] = np.where(bad | outside, 0, values).astype(spec.numpy_dtype)
+                if spec.numpy_dtype.kind == "f":
+                    for row in np.flatnonzero(~np.isfinite(target[:, place])):
+                        reasons.setdefault(int(row), f"column {column!r} does not fit {spec.dtype}")
+        return [RowFailure(row, "input", reason, "ValueError") for row, reason in sorted(reasons.items())]
+
+    def _values(self, column: str, start: int, stop: int) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_], Any]:
+        """The column's rows as numbers, which of them are bad, and a function that says why a row is."""
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        chunk = self._columns[column].slice(start, stop - start)
+        null = chunk.is_null().to_numpy(zero_copy_only=False).astype(bool)
+        vocabulary = self._source.vocabularies.get(column)
+        if vocabulary is not None:
+            text = chunk.cast(pa.string())
+            ids = pc.index_in(text, value_set=pa.array(vocabulary, pa.string()))
+            values = pc.fill_null(ids, -1).to_numpy(zero_copy_only=False)
+            bad = values < 0
+        else:
+            whole = pc.fill_null(chunk.cast(pa.int64()) if pa.types.is_boolean(chunk.type) else chunk, 0)
+            if pa.types.is_null(chunk.type):
+                values = np.zeros(stop - start, np.float64)
+            else:
+                values = np.asarray(whole.to_numpy(zero_copy_only=False))
+            bad = null | (~np.isfinite(values) if values.dtype.kind == "f" else False)
+
+        def reason(row: int) -> str:
+            if null[row]:
+                return f"column {column!r} is null"
+            return f"column {column!r} " + ("holds an unknown category" if vocabulary is not None else "is not finite")
+
+        return values, bad, reason

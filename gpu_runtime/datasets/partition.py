@@ -1,0 +1,163 @@
+"""A day's inputs as ordered shards, and the seam through which any format is read."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy.typing as npt
+
+from gpu_runtime.errors import DatasetError
+from gpu_runtime.specs import TensorSpec, digest_of
+
+
+@dataclass(frozen=True)
+class FileFingerprint:
+    """Tells whether a file is still the one that was scored. `path` is relative to the day's folder."""
+
+    path: str
+    nbytes: int
+    modified_ns: int
+
+    @staticmethod
+    def of(path: Path, folder: Path) -> FileFingerprint:
+        stat = path.stat()
+        return FileFingerprint(path.relative_to(folder).as_posix(), stat.st_size, stat.st_mtime_ns)
+
+
+@dataclass(frozen=True)
+class ShardTask:
+    """The unit of work: many small files, or a range of one file's row groups. Plain values, so it can be sent.
+
+    `row_groups` is a half-open range for formats that have them, None for whole files.
+    """
+
+    day: str
+    index: int
+    folder: str
+    files: tuple[FileFingerprint, ...]
+    row_groups: tuple[int, int] | None = None
+
+    @property
+    def fingerprint(self) -> str:
+        return digest_of({"files": self.files, "row_groups": self.row_groups})
+
+
+@dataclass(frozen=True)
+class DatasetPartition:
+    """One day's inputs. Two partitions of equal digest hold the same files."""
+
+    day: str
+    shards: tuple[ShardTask, ...]
+
+    @property
+    def digest(self) -> str:
+        return digest_of([(shard.index, shard.fingerprint) for shard in self.shards])
+
+    @property
+    def files(self) -> int:
+        return len({file.path for shard in self.shards for file in shard.files})
+
+    @property
+    def nbytes(self) -> int:
+        return sum({file.path: file.nbytes for shard in self.shards for file in shard.files}.values())
+
+
+@dataclass(frozen=True)
+class RowFailure:
+    """A row that cannot be scored. `row` counts from the batch's first; `reason` never holds a cell's value."""
+
+    row: int
+    stage: str
+    reason: str
+    exception: str
+
+
+@dataclass(frozen=True)
+class RowOrigin:
+    """Where a row came from: its key, its file relative to the day's folder, its position in that file."""
+
+    key: str
+    file: str
+    position: int
+
+
+Piece = Callable[[], list[RowFailure]]
+"""Fills some rows of a batch and returns those it could not; pieces of one batch may run in parallel."""
+
+
+class ShardReader(Protocol):
+    """One opened shard; rows are numbered from 0 in the shard's order."""
+
+    @property
+    def rows(self) -> int: ...
+
+    def origin(self, row: int) -> RowOrigin: ...
+
+    def pieces(self, start: int, stop: int, staging: Mapping[str, npt.NDArray[Any]]) -> list[Piece]:
+        """The work that fills rows `start … stop` into `staging` (input name → `[stop − start, *shape]`)."""
+
+    def labels(self) -> npt.NDArray[Any] | None:
+        """One label a row as float64, NaN where there is none; None when the source declares no label."""
+
+
+class Source(Protocol):
+    """A dataset with one folder a day: `<root>/<day>/`."""
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]: ...
+
+    def partition(self, day: str) -> DatasetPartition:
+        """Raises `DatasetError` when the day's folder does not exist; an empty folder is an empty day."""
+
+    def open(self, shard: ShardTask) -> ShardReader:
+        """Raises `DatasetError` when a file as a whole is not what was declared."""
+
+
+def day_folder(root: Path, day: str) -> Path:
+    """`<root>/<day>`, which must exist."""
+    try:
+        datetime.date.fromisoformat(day)
+    except ValueError as error:
+        raise DatasetError("not a day", stage="dataset", item=repr(day), expected="YYYY-MM-DD") from error
+    folder = root / day
+    if not folder.is_dir():
+        raise DatasetError(
+            "the day has no folder",
+            stage="dataset",
+            item=day,
+            expected=f"the folder {folder}",
+            got="nothing there",
+            next_step="land the day's data first; a day without rows is an empty folder",
+        )
+    return folder
+
+
+def check_unchanged(shard: ShardTask) -> None:
+    """The shard's files are still those that were fingerprinted, or `DatasetError`."""
+    folder = Path(shard.folder)
+    for expected in shard.files:
+        path = folder / expected.path
+        found = FileFingerprint.of(path, folder) if path.is_file() else None
+        if found != expected:
+            raise DatasetError(
+                "the file changed while the day was being scored",
+                stage="dataset",
+                item=f"{shard.day}/{expected.path}",
+                expected=f"{expected.nbytes} bytes, as fingerprinted",
+                got="no file" if found is None else f"{found.nbytes} bytes, another modification time",
+                next_step="run the day again once its files are complete",
+            )
+
+
+def numpy_rows(source: Source, shard: ShardTask) -> tuple[dict[str, npt.NDArray[Any]], list[RowFailure], ShardReader]:
+    """A whole shard in memory, for calibration and gates: inputs `[rows, *shape]`, failures, the reader."""
+    import numpy as np
+
+    reader = source.open(shard)
+    rows = {spec.name: np.zeros(spec.batch_shape(reader.rows), spec.numpy_dtype) for spec in source.inputs}
+    failures = [f for piece in reader.pieces(0, reader.rows, rows) for f in piece()]
+    return rows, failures, reader

@@ -1,0 +1,85 @@
+"""Seeded rows from named days: what calibration and gates look at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gpu_runtime.datasets.partition import Source
+from gpu_runtime.device.host import usable_cores
+from gpu_runtime.errors import DatasetError
+from gpu_runtime.specs import digest_of
+
+_MAX_SHARDS = 128  # a sample of a large set reads this many shards at most
+
+
+@dataclass(frozen=True)
+class RowSample:
+    """Rows in memory. `inputs`: name → `[rows, *shape]`; `labels`: float64 `[rows]` (NaN: none) or None.
+
+    `digest` covers the files the rows were drawn from and how they were drawn.
+    """
+
+    inputs: dict[str, npt.NDArray[Any]]
+    labels: npt.NDArray[np.float64] | None
+    digest: str
+
+    @property
+    def rows(self) -> int:
+        return int(next(iter(self.inputs.values())).shape[0])
+
+    def batches(self, size: int) -> Iterator[dict[str, npt.NDArray[Any]]]:
+        for start in range(0, self.rows, size):
+            yield {name: values[start : start + size] for name, values in self.inputs.items()}
+
+
+def sample_digest(source: Source, days: Sequence[str], rows: int, seed: int) -> str:
+    """The digest that `sample_rows` would give, without reading a row."""
+    return digest_of({"days": [(d, source.partition(d).digest) for d in days], "rows": rows, "seed": seed})
+
+
+def sample_rows(source: Source, days: Sequence[str], rows: int, seed: int) -> RowSample:
+    """About `rows` scorable rows, spread evenly over the days' shards; rows that cannot be read are left out.
+
+    Raises `DatasetError` when the days hold no usable row.
+    """
+    shards = [shard for day in days for shard in source.partition(day).shards]
+    rng = np.random.default_rng(seed)
+    if len(shards) > _MAX_SHARDS:
+        shards = [shards[i] for i in sorted(rng.choice(len(shards), _MAX_SHARDS, replace=False))]
+    taken: dict[str, list[npt.NDArray[Any]]] = {spec.name: [] for spec in source.inputs}
+    labels: list[npt.NDArray[Any] | None] = []
+    count, left = 0, len(shards)
+    with ThreadPoolExecutor(usable_cores()) as pool:
+        for shard in shards:
+            reader = source.open(shard)
+            arrays = {spec.name: np.zeros(spec.batch_shape(reader.rows), spec.numpy_dtype) for spec in source.inputs}
+            made = pool.map(lambda piece: piece(), reader.pieces(0, reader.rows, arrays))
+            failed = {failure.row for piece in made for failure in piece}
+            usable = np.asarray([row for row in range(reader.rows) if row not in failed], np.int64)
+            wanted = min(len(usable), -(-(rows - count) // left))
+            chosen = np.sort(rng.choice(usable, wanted, replace=False))
+            for name, values in arrays.items():
+                taken[name].append(values[chosen])
+            found = reader.labels()
+            labels.append(None if found is None else np.asarray(found, np.float64)[chosen])
+            count, left = count + wanted, left - 1
+    if not count:
+        raise DatasetError(
+            "no usable row in these days",
+            stage="sample",
+            item=", ".join(days[:3]) + (" …" if len(days) > 3 else ""),
+            expected="at least one row",
+            next_step="land the days, or name other ones in defs.yaml",
+        )
+    known = [part for part in labels if part is not None]
+    return RowSample(
+        {name: np.concatenate(parts) for name, parts in taken.items()},
+        np.concatenate(known) if len(known) == len(labels) else None,
+        sample_digest(source, days, rows, seed),
+    )

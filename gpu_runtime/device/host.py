@@ -1,0 +1,189 @@
+"""The CPU as a device: a stream is a worker thread, and device arrays *are* the staging arrays."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gpu_runtime.device.protocol import DeviceClass, Stream
+from gpu_runtime.specs import Dtype
+
+_CACHE_LINE = 64
+_CLASS_FLAGS = (
+    "avx2",
+    "avx512f",
+    "avx512_vnni",
+    "avx512_bf16",
+    "avx_vnni",
+    "amx_int8",
+    "amx_bf16",
+    "asimddp",
+    "i8mm",
+)
+"""The instruction sets that decide which kernels an INT8 or BF16 engine uses; others do not change a class."""
+
+
+class HostEvent:
+    def __init__(self) -> None:
+        self._reached = threading.Event()
+        self._reached.set()  # like CUDA's: an event never recorded counts as reached
+        self._failure: BaseException | None = None
+
+    def _arm(self) -> None:
+        self._reached.clear()
+        self._failure = None
+
+    def _complete(self, failure: BaseException | None) -> None:
+        self._failure = failure
+        self._reached.set()
+
+    def synchronize(self) -> None:
+        self._reached.wait()
+        if self._failure is not None:
+            raise self._failure
+
+
+class HostStream:
+    """Runs what is launched, in order, on one daemon thread that starts with the first entry."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._work: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self.busy_s = 0.0
+
+    def _put(self, kind: str, what: Any) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        self._work.put((kind, what))
+
+    def record(self, event: Any) -> None:
+        event._arm()
+        self._put("record", event)
+
+    def wait(self, event: Any) -> None:
+        self._put("wait", event)
+
+    def launch(self, work: Callable[[], None]) -> None:
+        self._put("launch", work)
+
+    def close(self) -> None:
+        """Finish what is queued, then end the thread."""
+        if self._thread is not None:
+            self._work.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _run(self) -> None:
+        failure: BaseException | None = None
+        while (entry := self._work.get()) is not None:
+            kind, what = entry
+            if kind == "record":
+                what._complete(failure)
+                failure = None
+            elif failure is None:
+                try:
+                    if kind == "wait":
+                        what.synchronize()
+                    else:
+                        started = time.perf_counter()
+                        try:
+                            what()
+                        finally:
+                            self.busy_s += time.perf_counter() - started
+                except BaseException as error:  # carried to whoever waits for the next event
+                    failure = error
+
+
+class HostDevice:
+    """One machine's CPU, through all the cores this process may use."""
+
+    name = "cpu"
+
+    def __init__(self) -> None:
+        self._streams: list[HostStream] = []
+
+    @property
+    def device_class(self) -> DeviceClass:
+        return cpu_class()
+
+    def stream(self) -> HostStream:
+        stream = HostStream(f"host-stream-{len(self._streams)}")
+        self._streams.append(stream)
+        return stream
+
+    def event(self) -> HostEvent:
+        return HostEvent()
+
+    def pinned(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        # Engines read and write whole cache lines; an aligned start spares them a copy.
+        raw = np.empty(nbytes + _CACHE_LINE, np.uint8)
+        start = -raw.ctypes.data % _CACHE_LINE
+        return raw[start : start + nbytes]
+
+    def empty(self, staging: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+        return staging
+
+    def view(self, buffer: npt.NDArray[np.uint8], dtype: Dtype, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+        return typed_view(buffer, dtype, shape)
+
+    def copy_in(
+        self, staging: npt.NDArray[np.uint8], buffer: npt.NDArray[np.uint8], nbytes: int, stream: Stream
+    ) -> None:
+        """Nothing to move: `buffer` is `staging`."""
+
+    def copy_out(
+        self, buffer: npt.NDArray[np.uint8], staging: npt.NDArray[np.uint8], nbytes: int, stream: Stream
+    ) -> None:
+        """Nothing to move: `buffer` is `staging`."""
+
+    def retire(self, *buffers: npt.NDArray[np.uint8]) -> None:
+        pass
+
+    def close(self) -> None:
+        for stream in self._streams:
+            stream.close()
+        self._streams.clear()
+
+    def __enter__(self) -> HostDevice:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def typed_view(buffer: npt.NDArray[np.uint8], dtype: Dtype, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+    """The first bytes of a uint8 array as `dtype[shape]`, without a copy."""
+    nbytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+    return buffer[:nbytes].view(dtype).reshape(shape)
+
+
+def usable_cores() -> int:
+    """Cores this process may really use: the affinity mask, and the cgroup's quota where one is set."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        if quota != "max":
+            cores = min(cores, max(1, int(quota) // int(period)))
+    except (OSError, ValueError):
+        pass
+    return cores
+
+
+def cpu_class() -> DeviceClass:
+    """The CPU's class: architecture and the instruction sets that choose an engine's kernels."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        flags = next((line.partition(":")[2].split() for line in lines if line.startswith(("flags", "Features"))), [])
+    except OSError:
+        flags = []
+    return DeviceClass("cpu", os.uname().machine, tuple(f for f in _CLASS_FLAGS if f in flags))

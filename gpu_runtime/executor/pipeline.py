@@ -1,0 +1,321 @@
+"""The stream-pipelined batch executor: a ring of slots.
+
+    decode/pack → H2D → compute → D2H → write
+
+A slot owns the memory and the events of one batch. Three waits make the ring correct: compute waits for
+the copy in, the copy out waits for compute, the writer waits for the copy out. A slot goes back to the ring
+only after its write, and having a free slot is the only thing that lets a new batch in.
+
+Who does what: one thread takes free slots and hands the batch's pieces to the decode pool; one waits for
+each batch's pieces, in order, and queues its copies and its computation; the calling thread waits for each
+batch's results, in order, and writes them. The order out is the order in.
+
+Failure contract:
+  1. A row that a decoder cannot read leaves a hole, and is reported with its batch; the batch goes on.
+  2. A batch that the engine fails on is bisected until single rows fail; those are reported, the rest kept.
+     Out of memory is no row's fault: the run ends with `DeviceError`.
+  3. A row whose output is not finite is reported, not returned as scored.
+  4. A decoder that raises anything but a row's failure, a source that raises, or `write` that raises, ends
+     the run with that error. Batches already written stay written; no later batch is written.
+  5. When a run ends in any way, no thread of it and no piece of it is still working, and nothing on the
+     device still uses a slot's memory.
+  6. After a failed run the executor can be used again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gpu_runtime.backends.protocol import Engine
+from gpu_runtime.datasets.decode import DecodePool
+from gpu_runtime.datasets.partition import RowFailure, ShardReader
+from gpu_runtime.device.host import usable_cores
+from gpu_runtime.device.protocol import Device
+from gpu_runtime.executor.failures import bisect_rows, unusable_outputs
+from gpu_runtime.executor.slots import Slot, allocate_slot
+from gpu_runtime.executor.stage_clock import RunStats, StageTime
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows `start … stop` of one opened shard; never more than the executor's batch size."""
+
+    shard: int
+    reader: ShardReader
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class ScoredBatch:
+    """A finished batch, in input order. `outputs` views (`[stop − start, *shape]`) die when `write` returns;
+    `failures` holds the rows (counted from `start`) whose outputs mean nothing."""
+
+    batch: Batch
+    outputs: Mapping[str, npt.NDArray[Any]]
+    failures: Sequence[RowFailure]
+
+
+@dataclass
+class _Flight:
+    """One batch in one slot, between the threads."""
+
+    batch: Batch
+    slot: Slot
+    pieces: list[Future[list[RowFailure]]]
+    failures: list[RowFailure]
+    dispatched_at: float = 0.0
+
+
+class StreamExecutor:
+    """Runs batches through one engine on one device. Open it with `with`; buffers live as long.
+
+    `batch`: rows of the engine's shape. `slots`: batches on their way at once; at least one more than the
+    engine's streams, so that the next batch is decoded while every stream computes.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        device: Device,
+        *,
+        batch: int,
+        slots: int | None = None,
+        decode_workers: int | None = None,
+    ) -> None:
+        if not 1 <= batch <= engine.file.max_batch:
+            raise ValueError(f"batch must be 1 … {engine.file.max_batch} for {engine.file.key}, got {batch}")
+        self.engine, self.device, self.batch = engine, device, batch
+        streams = engine.options.streams
+        self._copy_in, self._copy_out = device.stream(), device.stream()
+        self._compute = [device.stream() for _ in range(streams)]
+        contexts = [engine.create_context() for _ in range(streams)]
+        self._slots = [
+            allocate_slot(engine.file, device, batch, contexts[i % streams], self._compute[i % streams])
+            for i in range(slots or streams + 2)
+        ]
+        self._pool = DecodePool(decode_workers or usable_cores())
+        # One batch's copies and computation are queued as a whole: a failure skips up to the next event,
+        # which has to be the same batch's.
+        self._queueing = threading.Lock()
+
+    def close(self) -> None:
+        self._pool.close()
+        for stream in (self._copy_in, *self._compute, self._copy_out):
+            stream.close()
+
+    def __enter__(self) -> StreamExecutor:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def batches(self, shard: int, reader: ShardReader) -> Iterator[Batch]:
+        """A shard cut into batches; the last one may be short."""
+        for start in range(0, reader.rows, self.batch):
+            yield Batch(shard, reader, start, min(start + self.batch, reader.rows))
+
+    def run(self, batches: Iterable[Batch], write: Callable[[ScoredBatch], None]) -> RunStats:
+        """Score `batches` and hand each to `write`, on this thread and in order. See the failure contract."""
+        return _Run(self, batches, write).execute()
+
+    def _queue(self, flight: _Flight) -> None:
+        """Queue copy in, computation and copy out of one slot."""
+        slot = flight.slot
+        with self._queueing:
+            for tensor in slot.inputs:
+                self.device.copy_in(tensor.staging, tensor.buffer, tensor.staging.nbytes, self._copy_in)
+            self._copy_in.record(slot.copied_in)
+            slot.compute.wait(slot.copied_in)
+            slot.context.enqueue(
+                {t.spec.name: t.array for t in slot.inputs},
+                {t.spec.name: t.array for t in slot.outputs},
+                slot.compute,
+            )
+            slot.compute.record(slot.computed)
+            self._copy_out.wait(slot.computed)
+            for tensor in slot.outputs:
+                self.device.copy_out(tensor.buffer, tensor.staging, tensor.staging.nbytes, self._copy_out)
+            self._copy_out.record(slot.copied_out)
+
+
+class _Stopped(Exception):
+    """The run is ending; a thread of it leaves its loop."""
+
+
+class _Run:
+    def __init__(
+        self, executor: StreamExecutor, batches: Iterable[Batch], write: Callable[[ScoredBatch], None]
+    ) -> None:
+        self._executor, self._batches, self._write = executor, batches, write
+        self._free: queue.SimpleQueue[Slot | None] = queue.SimpleQueue()
+        self._filling: queue.SimpleQueue[_Flight | BaseException | None] = queue.SimpleQueue()
+        self._running: queue.SimpleQueue[_Flight | BaseException | None] = queue.SimpleQueue()
+        self._stop = threading.Event()
+        self._rows = self._count = self._padded = 0
+        self._wait_free_s = self._wait_decode_s = self._wait_compute_s = self._write_s = 0.0
+        self._latencies_ms: list[float] = []
+
+    def execute(self) -> RunStats:
+        executor = self._executor
+        for slot in executor._slots:
+            self._free.put(slot)
+        pool, streams = executor._pool, executor._compute
+        decode_before, compute_before = pool.busy_s, sum(s.busy_s for s in streams)
+        wall, cpu = time.perf_counter(), time.process_time()
+        threads = [
+            threading.Thread(target=self._guarded, args=(self._fill, self._filling), name="fill", daemon=True),
+            threading.Thread(target=self._guarded, args=(self._dispatch, self._running), name="dispatch", daemon=True),
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            self._drain()
+        finally:
+            self._stop.set()
+            self._free.put(None)
+            for thread in threads:
+                thread.join()
+            self._settle()
+        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        busy = {
+            "decode": (pool.busy_s - decode_before, self._wait_decode_s, pool.workers),
+            "compute": (sum(s.busy_s for s in streams) - compute_before, self._wait_compute_s, len(streams)),
+            "write": (self._write_s, self._wait_free_s, 1),
+        }
+        p50, p90, p99 = np.percentile(self._latencies_ms or [0.0], [50, 90, 99])
+        return RunStats(
+            rows=self._rows,
+            batches=self._count,
+            padded_rows=self._padded,
+            wall_s=wall,
+            cpu_s=cpu,
+            cores=usable_cores(),
+            stages={n: StageTime(b, w, k, b / (wall * k) if wall else 0.0) for n, (b, w, k) in busy.items()},
+            latency_p50_ms=float(p50),
+            latency_p90_ms=float(p90),
+            latency_p99_ms=float(p99),
+        )
+
+    def _guarded(self, body: Callable[[], None], out: queue.SimpleQueue[Any]) -> None:
+        """Run a thread's loop; whatever ends it goes down the line, so that the calling thread hears of it."""
+        try:
+            body()
+        except _Stopped:
+            out.put(None)
+        except BaseException as error:
+            out.put(error)
+        else:
+            out.put(None)
+
+    def _fill(self) -> None:
+        executor = self._executor
+        for batch in self._batches:
+            started = time.perf_counter()
+            slot = self._free.get()
+            self._wait_free_s += time.perf_counter() - started
+            if slot is None or self._stop.is_set():
+                raise _Stopped
+            count = batch.stop - batch.start
+            rows = {name: array[:count] for name, array in slot.staging.items()}
+            pieces = [executor._pool.submit(piece) for piece in batch.reader.pieces(batch.start, batch.stop, rows)]
+            self._filling.put(_Flight(batch, slot, pieces, []))
+
+    def _dispatch(self) -> None:
+        executor = self._executor
+        while (flight := self._filling.get()) is not None:
+            if isinstance(flight, BaseException):
+                raise flight
+            if self._stop.is_set():
+                _await_all(flight.pieces)
+                continue
+            started = time.perf_counter()
+            try:
+                flight.failures += [failure for piece in flight.pieces for failure in piece.result()]
+            finally:
+                _await_all(flight.pieces)
+            self._wait_decode_s += time.perf_counter() - started
+            count = flight.batch.stop - flight.batch.start
+            for row in [failure.row for failure in flight.failures] + list(range(count, executor.batch)):
+                flight.slot.fill_hole(row)
+            flight.dispatched_at = time.perf_counter()
+            executor._queue(flight)
+            self._running.put(flight)
+
+    def _drain(self) -> None:
+        executor = self._executor
+        while (flight := self._running.get()) is not None:
+            if isinstance(flight, BaseException):
+                raise flight
+            started = time.perf_counter()
+            count = flight.batch.stop - flight.batch.start
+            missing = {failure.row for failure in flight.failures}
+            rows = [row for row in range(count) if row not in missing]
+            results = flight.slot.results
+            try:
+                flight.slot.copied_out.synchronize()
+            except Exception as error:
+                results = self._rescue(flight, rows, error)
+            ready = time.perf_counter()
+            self._wait_compute_s += ready - started
+            self._latencies_ms.append((ready - flight.dispatched_at) * 1e3)
+            lost = {failure.row for failure in flight.failures}
+            flight.failures += unusable_outputs(results, [row for row in rows if row not in lost])
+            failures = sorted(flight.failures, key=lambda failure: failure.row)
+            outputs = {name: values[:count] for name, values in results.items()}
+            self._write(ScoredBatch(flight.batch, outputs, failures))
+            self._write_s += time.perf_counter() - ready
+            self._rows, self._count = self._rows + count, self._count + 1
+            self._padded += executor.batch - count
+            for tensor in (*flight.slot.inputs, *flight.slot.outputs):
+                executor.device.retire(tensor.staging, tensor.buffer)
+            self._free.put(flight.slot)
+
+    def _rescue(self, flight: _Flight, rows: list[int], error: Exception) -> dict[str, npt.NDArray[Any]]:
+        """Score what can be scored of a batch that failed as a whole; its failures are added to the flight."""
+        slot, executor = flight.slot, self._executor
+        inputs = {tensor.spec.name: tensor.rows.copy() for tensor in slot.inputs}
+        kept = {tensor.spec.name: np.zeros_like(tensor.rows) for tensor in slot.outputs}
+
+        def run(part: Sequence[int]) -> None:
+            chosen = set(part)
+            for tensor in slot.inputs:
+                tensor.rows[:] = inputs[tensor.spec.name]
+            for row in range(executor.batch):
+                if row not in chosen:
+                    slot.fill_hole(row)
+            executor._queue(flight)
+            slot.copied_out.synchronize()
+            for tensor in slot.outputs:
+                kept[tensor.spec.name][list(part)] = tensor.rows[list(part)]
+
+        flight.failures += bisect_rows(rows, run, error, executor.engine.file.key)
+        return kept
+
+    def _settle(self) -> None:
+        """Wait until no piece and nothing on the device uses a slot; failures there no longer matter."""
+        while not self._filling.empty():
+            flight = self._filling.get()
+            if isinstance(flight, _Flight):
+                _await_all(flight.pieces)
+        for slot in self._executor._slots:
+            for event in (slot.copied_in, slot.computed, slot.copied_out):
+                with contextlib.suppress(Exception):
+                    event.synchronize()
+
+
+def _await_all(pieces: list[Future[list[RowFailure]]]) -> None:
+    """Nobody writes into the slot any more once this returns."""
+    for piece in pieces:
+        piece.cancel()
+    wait(pieces)

@@ -1,0 +1,372 @@
+"""ModelSpec → ExportedModel: an ONNX graph with a dynamic batch, normalisation and top-k baked in, and proved.
+
+An exported file is trusted only after it was opened in ONNX Runtime and `parity` held it against the module.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gpu_runtime.artifacts import Artifact, ArtifactStore, file_digest
+from gpu_runtime.errors import ExportError
+from gpu_runtime.export.parity import ParityReport, check_batching, compare
+from gpu_runtime.specs import (
+    Graph,
+    ImageNormalization,
+    ModelSpec,
+    OnnxSource,
+    TensorSpec,
+    TopK,
+    TorchSource,
+    digest_of,
+    synthetic_rows,
+    tensor_specs,
+    to_plain,
+)
+
+KIND = "onnx_model"
+OPSET = 20
+_BATCH = "batch"
+
+
+@dataclass(frozen=True)
+class ExportedModel:
+    """The ONNX file of a model in FP32 and what is known of it."""
+
+    artifact: Artifact
+
+    @property
+    def digest(self) -> str:
+        return self.artifact.digest
+
+    @property
+    def parity(self) -> ParityReport:
+        return ParityReport(**self.artifact.metadata["parity"])
+
+    def graph(self) -> Graph:
+        """The FP32 graph in the form backends take."""
+        facts = self.artifact.metadata
+        return Graph(
+            path=self.artifact.file("model.onnx"),
+            digest=self.artifact.files["model.onnx"],
+            variant="fp32",
+            precision="fp32",
+            scheme=None,
+            inputs=tensor_specs(facts["inputs"]),
+            outputs=tensor_specs(facts["outputs"]),
+            max_batch=facts["max_batch"],
+        )
+
+
+def export_model(spec: ModelSpec, store: ArtifactStore) -> ExportedModel:
+    """Export `spec`, prove it and keep it in `store`; a model of the same weights is not exported again.
+
+    Raises `ExportError` when the graph has a fixed batch, mixes rows or computes something else.
+    """
+    source = _open_torch(spec) if isinstance(spec.source, TorchSource) else _open_onnx(spec)
+    recipe = digest_of({"spec": spec.digest, "weights": source.weights_digest, "opset": OPSET, "v": 1})
+    if found := store.find(KIND, recipe):
+        return ExportedModel(found)
+    with store.draft(KIND, [recipe, spec.digest]) as draft:
+        core, path = draft.folder / "core.onnx", draft.folder / "model.onnx"
+        source.write(core)
+        bake(core, path, spec)
+        run = _open_checked(path, spec)
+        outputs = output_specs(run, spec)
+        parity = compare(source, _open_checked(core, spec), run, spec)
+        check_batching(run, spec)
+        core.unlink()
+        draft.metadata = {
+            "model": spec.name,
+            "version": spec.version,
+            "opset": OPSET,
+            "inputs": to_plain(spec.inputs),
+            "outputs": to_plain(outputs),
+            "max_batch": spec.max_batch,
+            "weights_digest": source.weights_digest,
+            "parity": to_plain(parity),
+        }
+    return ExportedModel(draft.finished())
+
+
+class TorchModel:
+    """A torch module in eval mode: the origin and the reference of an export."""
+
+    def __init__(self, module: Any, spec: ModelSpec) -> None:
+        self._module, self._spec = module, spec
+        self.weights_digest = _weights_digest(module)
+
+    def write(self, path: Path) -> None:
+        import onnx
+        import torch
+
+        spec, batch = self._spec, min(2, self._spec.max_batch)
+        rows = synthetic_rows(spec.module_inputs(), batch, seed=0)
+        axis = torch.export.Dim(_BATCH, min=1, max=max(2, spec.max_batch))
+        try:
+            program = torch.onnx.export(
+                self._module,
+                tuple(torch.from_numpy(rows[t.name]) for t in spec.inputs),
+                dynamo=True,
+                opset_version=OPSET,
+                input_names=[t.name for t in spec.inputs],
+                output_names=list(spec.outputs),
+                dynamic_shapes=tuple({0: axis} for _ in spec.inputs),
+                verbose=False,
+            )
+        except Exception as error:
+            raise ExportError(
+                "torch could not export the module with a dynamic batch",
+                stage="export",
+                item=spec.name,
+                expected=f"a module whose Python does not depend on the batch size (1 … {spec.max_batch})",
+                got=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+                next_step="remove branches on shape[0] from forward()",
+            ) from error
+        assert program is not None
+        onnx.save(program.model_proto, str(path))
+
+    def __call__(self, inputs: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
+        """Module inputs `[n, …]` to module outputs, in FP32."""
+        import torch
+
+        with torch.inference_mode():
+            out = self._module(*(torch.from_numpy(inputs[t.name]) for t in self._spec.inputs))
+        values = out if isinstance(out, tuple | list) else (out,)
+        if len(values) != len(self._spec.outputs):
+            raise ExportError(
+                "the module returns another number of outputs",
+                stage="export",
+                item=self._spec.name,
+                expected=", ".join(self._spec.outputs),
+                got=f"{len(values)} outputs",
+            )
+        return {name: value.numpy() for name, value in zip(self._spec.outputs, values, strict=True)}
+
+
+class OnnxModel:
+    """An ONNX file as the origin; it is its own reference."""
+
+    def __init__(self, path: Path) -> None:
+        from gpu_runtime.backends.onnxruntime_backend import ReferenceSession
+
+        self._path, self.weights_digest = path, file_digest(path)
+        self._run = ReferenceSession(path, optimize=False)
+
+    def write(self, path: Path) -> None:
+        import onnx
+
+        onnx.save(onnx.load(str(self._path)), str(path))  # external data is brought along
+
+    def __call__(self, inputs: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
+        return self._run(inputs)
+
+
+def _open_torch(spec: ModelSpec) -> TorchModel:
+    import torch
+
+    assert isinstance(spec.source, TorchSource)
+    module_name, _, function = spec.source.factory.partition(":")
+    try:
+        factory = getattr(importlib.import_module(module_name), function)
+    except (ImportError, AttributeError) as error:
+        raise ExportError(
+            f"the factory cannot be imported: {error}",
+            stage="export",
+            item=spec.source.factory,
+            expected="an importable module:function that returns a torch.nn.Module",
+            next_step="install the model's extra, or correct `factory` in defs.yaml",
+        ) from error
+    module = factory()
+    if not isinstance(module, torch.nn.Module):
+        raise ExportError(
+            "the factory made something else",
+            stage="export",
+            item=spec.source.factory,
+            expected="torch.nn.Module",
+            got=type(module).__name__,
+        )
+    # Dropout and batch statistics left on change every answer: the module is never exported in train mode.
+    return TorchModel(module.eval(), spec)
+
+
+def _open_onnx(spec: ModelSpec) -> OnnxModel:
+    assert isinstance(spec.source, OnnxSource)
+    path = Path(spec.source.path)
+    if not path.is_file():
+        raise ExportError("no such ONNX file", stage="export", item=spec.source.path)
+    try:
+        return OnnxModel(path)
+    except Exception as error:
+        raise ExportError(
+            f"ONNX Runtime does not open the file: {error}", stage="export", item=spec.source.path
+        ) from error
+
+
+def _weights_digest(module: Any) -> str:
+    import torch
+
+    digest = hashlib.sha256()
+    for name, tensor in sorted(module.state_dict().items()):
+        array = tensor.detach().cpu().contiguous()
+        digest.update(f"{name}:{array.dtype}:{tuple(array.shape)}".encode())
+        digest.update(array.flatten().view(torch.uint8).numpy().tobytes() if array.numel() else b"")
+    return digest.hexdigest()
+
+
+def _open_checked(path: Path, spec: ModelSpec) -> Any:
+    from gpu_runtime.backends.onnxruntime_backend import ReferenceSession
+
+    try:
+        return ReferenceSession(path)
+    except Exception as error:
+        raise ExportError(
+            f"ONNX Runtime does not open the exported graph: {error}",
+            stage="export",
+            item=spec.name,
+            next_step="an output named like an inner value is the usual cause: choose another output name",
+        ) from error
+
+
+def output_specs(run: Any, spec: ModelSpec) -> tuple[TensorSpec, ...]:
+    """Names, dtypes and row shapes that the finished graph really gives."""
+    rows = min(2, spec.max_batch)
+    made = run(synthetic_rows(spec.inputs, rows, seed=1))
+    found = []
+    for name, value in made.items():
+        if value.ndim < 1 or value.shape[0] != rows:
+            raise ExportError(
+                "an output has no batch dimension",
+                stage="export",
+                item=f"{spec.name}.{name}",
+                expected=f"[{rows}, …] for a batch of {rows}",
+                got=str(value.shape),
+            )
+        found.append(TensorSpec(name, str(value.dtype), value.shape[1:]))  # type: ignore[arg-type]
+    return tuple(found)
+
+
+def bake(core: Path, target: Path, spec: ModelSpec) -> None:
+    """Put normalisation in front of the graph and top-k behind it."""
+    import onnx
+
+    model = onnx.load(str(core))
+    _check_names(model, spec)
+    _free_batch_dimension(model, spec)
+    for name, normalization in spec.normalize.items():
+        tensor = next(t for t in spec.inputs if t.name == name)
+        _normalize_input(model, tensor, normalization)
+    if spec.top_k:
+        _append_top_k(model, spec.outputs[0], spec.top_k)
+    try:
+        onnx.checker.check_model(model, full_check=True)
+    except onnx.checker.ValidationError as error:
+        raise ExportError(f"the graph is not valid ONNX: {error}", stage="export", item=spec.name) from error
+    onnx.save(model, str(target))
+
+
+def _check_names(model: Any, spec: ModelSpec) -> None:
+    held = {i.name for i in model.graph.initializer}
+    found = [v.name for v in model.graph.input if v.name not in held]
+    expected = [t.name for t in spec.inputs]
+    if sorted(found) != sorted(expected):
+        raise ExportError(
+            "the graph has other inputs than the spec",
+            stage="export",
+            item=spec.name,
+            expected=", ".join(expected),
+            got=", ".join(found),
+        )
+    missing = set(spec.outputs) - {v.name for v in model.graph.output}
+    if missing:
+        raise ExportError(
+            "the graph lacks outputs",
+            stage="export",
+            item=spec.name,
+            expected=", ".join(spec.outputs),
+            got=", ".join(v.name for v in model.graph.output),
+        )
+
+
+def _free_batch_dimension(model: Any, spec: ModelSpec) -> None:
+    for value in model.graph.input:
+        dims = value.type.tensor_type.shape.dim
+        if not dims or (dims[0].HasField("dim_value") and spec.max_batch > 1):
+            fixed = dims[0].dim_value if dims else "none"
+            raise ExportError(
+                "its first dimension is fixed",
+                stage="export",
+                item=f"{spec.name}.{value.name}",
+                expected=f"a dynamic batch, 1 … {spec.max_batch}",
+                got=str(fixed),
+                next_step="export it with a dynamic first dimension",
+            )
+        dims[0].dim_param = _BATCH
+    for value in model.graph.output:
+        if value.type.tensor_type.shape.dim:
+            value.type.tensor_type.shape.dim[0].dim_param = _BATCH
+
+
+def _normalize_input(model: Any, tensor: TensorSpec, normalization: ImageNormalization) -> None:
+    """uint8 `[N, H, W, C]` → Cast → Transpose → (x − mean) × 1/std → the module's float32 `[N, C, H, W]`."""
+    from onnx import TensorProto, helper, numpy_helper
+
+    graph, name = model.graph, tensor.name
+    height, width, channels = tensor.shape
+    inner = f"{name}__normalized"
+    for node in graph.node:
+        node.input[:] = [inner if used == name else used for used in node.input]
+    mean = np.asarray(normalization.mean, np.float32).reshape(1, channels, 1, 1)
+    scale = (1.0 / np.asarray(normalization.std, np.float32)).reshape(1, channels, 1, 1)
+    graph.initializer.extend(
+        [numpy_helper.from_array(mean, f"{name}__mean"), numpy_helper.from_array(scale, f"{name}__scale")]
+    )
+    front = [
+        helper.make_node("Cast", [name], [f"{name}__float"], f"{name}__cast", to=TensorProto.FLOAT),
+        helper.make_node("Transpose", [f"{name}__float"], [f"{name}__nchw"], f"{name}__transpose", perm=[0, 3, 1, 2]),
+        helper.make_node("Sub", [f"{name}__nchw", f"{name}__mean"], [f"{name}__centred"], f"{name}__sub"),
+        helper.make_node("Mul", [f"{name}__centred", f"{name}__scale"], [inner], f"{name}__mul"),
+    ]
+    rest = list(graph.node)
+    del graph.node[:]
+    graph.node.extend(front + rest)
+    place = next(i for i, value in enumerate(graph.input) if value.name == name)
+    graph.input[place].CopyFrom(
+        helper.make_tensor_value_info(name, TensorProto.UINT8, [_BATCH, height, width, channels])
+    )
+
+
+def _append_top_k(model: Any, output: str, top_k: TopK) -> None:
+    """logits `[N, classes]` → Softmax → TopK → `top_score` float32, `top_index` int32, both `[N, k]`."""
+    from onnx import TensorProto, helper, numpy_helper
+
+    graph = model.graph
+    graph.initializer.append(numpy_helper.from_array(np.asarray([top_k.k], np.int64), "top_k__k"))
+    graph.node.extend(
+        [
+            helper.make_node("Softmax", [output], ["top_k__probability"], "top_k__softmax", axis=-1),
+            helper.make_node(
+                "TopK",
+                ["top_k__probability", "top_k__k"],
+                ["top_score", "top_k__index"],
+                "top_k__topk",
+                axis=-1,
+            ),
+            helper.make_node("Cast", ["top_k__index"], ["top_index"], "top_k__cast", to=TensorProto.INT32),
+        ]
+    )
+    del graph.output[:]
+    graph.output.extend(
+        [
+            helper.make_tensor_value_info("top_index", TensorProto.INT32, [_BATCH, top_k.k]),
+            helper.make_tensor_value_info("top_score", TensorProto.FLOAT, [_BATCH, top_k.k]),
+        ]
+    )

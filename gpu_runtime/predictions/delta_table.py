@@ -1,0 +1,315 @@
+"""Predictions: a Delta table, one partition a day, each day published by one transaction.
+
+A publication is named in the table's state, not only in the log: with its shards, every day holds an empty
+typed file `publication-<id>.parquet`, which also is what makes a day without rows exist.
+
+deltalake's own conflict checking lets two *first* publications of a partition both succeed (seen with 1.6.6).
+So commits never retry by themselves: on a conflict the day's publication is compared with the one read at
+the start. Changed means another run won; unchanged means another day was committed, and we try again.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gpu_runtime.artifacts import file_digest
+from gpu_runtime.errors import PublicationConflictError
+from gpu_runtime.predictions.quarantine import append_quarantine, read_quarantine
+from gpu_runtime.predictions.receipts import Receipt, ReceiptStore
+from gpu_runtime.specs import TensorSpec, digest_of
+
+_MARKER = "publication-"
+_ATTEMPTS = 20
+_ROWS_PER_GROUP = 65_536
+
+
+@dataclass(frozen=True)
+class PredictionSchema:
+    """The declared columns of a model's predictions.
+
+    Each output tensor becomes a column of its name (a list for a row of shape `[k]`). `class_names` maps an
+    index output to its names and adds a text column beside it.
+    """
+
+    outputs: tuple[TensorSpec, ...]
+    class_names: Mapping[str, tuple[str, ...]]
+
+    def fields(self) -> list[Any]:
+        """Arrow fields of a shard's file, in order; the partition column `date` is not in the file."""
+        import pyarrow as pa
+
+        fields = [
+            pa.field("row_key", pa.string()),
+            pa.field("source_file", pa.string()),
+            pa.field("source_position", pa.int64()),
+        ]
+        for spec in self.outputs:
+            value = pa.from_numpy_dtype(spec.numpy_dtype)
+            fields.append(pa.field(spec.name, value if not spec.shape else pa.list_(value)))
+            if spec.name in self.class_names:
+                fields.append(pa.field(label_column(spec.name), pa.list_(pa.string()) if spec.shape else pa.string()))
+        return [*fields, pa.field("engine_digest", pa.string()), pa.field("run_id", pa.string())]
+
+    def arrow(self) -> Any:
+        import pyarrow as pa
+
+        return pa.schema([pa.field("date", pa.date32()), *self.fields()])
+
+    @property
+    def digest(self) -> str:
+        return digest_of([[f.name, str(f.type)] for f in self.fields()] + [self.class_names])
+
+
+def label_column(output: str) -> str:
+    """`top_index` → `top_label`."""
+    return output.removesuffix("_index") + "_label"
+
+
+class PredictionTable:
+    """One model's tables: `<root>/predictions`, `<root>/quarantine`, `<root>/runs`, and its receipts."""
+
+    def __init__(self, root: Path | str) -> None:
+        self.root = Path(root)
+        self.predictions = self.root / "predictions"
+        self.quarantine = self.root / "quarantine"
+        self.runs = self.root / "runs"
+        self.receipts = ReceiptStore(self.root / "receipts", self.predictions)
+
+    def current_publication(self, day: str) -> str | None:
+        """The id of the day's publication in force; None for a day never published."""
+        from deltalake import DeltaTable
+
+        if not DeltaTable.is_deltatable(str(self.predictions)):
+            return None
+        return _publication(DeltaTable(self.predictions), day)
+
+    def shard_writer(self, schema: PredictionSchema, day: str, shard: int, engine_digest: str, run_id: str) -> Any:
+        return ShardWriter(self.predictions, schema, day, shard, engine_digest, run_id)
+
+    def publish(
+        self,
+        schema: PredictionSchema,
+        day: str,
+        receipts: Sequence[Receipt],
+        run_id: str,
+        report: Mapping[str, Any],
+        previous: str | None,
+    ) -> str:
+        """Replace the day by the receipts' files, in one transaction; returns the publication id.
+
+        `previous` is `current_publication(day)` as read before the first shard. Quarantined rows and the run
+        report are written first, under the new id; nobody counts them unless the day's commit names it.
+        Raises `PublicationConflictError` when another run published the day meanwhile.
+        """
+        from deltalake import CommitProperties, DeltaTable
+        from deltalake.exceptions import CommitFailedError
+        from deltalake.transaction import AddAction, RemoveAction
+
+        publication = uuid.uuid4().hex
+        table = DeltaTable.create(self.predictions, schema.arrow(), mode="ignore", partition_by=["date"])
+        rows = [row for receipt in receipts for row in receipt.quarantined]
+        if rows:
+            append_quarantine(self.quarantine, day, publication, run_id, rows)
+        self._append_run(day, publication, run_id, report)
+        files = [(receipt.file, receipt.rows) for receipt in receipts if receipt.rows]
+        files.append((self._write_marker(schema, day, publication), 0))
+        actions: list[AddAction | RemoveAction] = [
+            AddAction(
+                file,
+                (self.predictions / file).stat().st_size,
+                {"date": day},
+                int(time.time() * 1000),
+                True,
+                json.dumps({"numRecords": count}),
+            )
+            for file, count in files
+        ]
+        for _ in range(_ATTEMPTS):
+            if (found := _publication(table, day)) != previous:
+                raise PublicationConflictError(
+                    "another run published the day meanwhile",
+                    stage="publish",
+                    item=day,
+                    expected=f"publication {previous}",
+                    got=str(found),
+                    next_step="look at the day; run it again if the other run was the wrong one",
+                )
+            try:
+                table.create_write_transaction(
+                    actions,
+                    mode="overwrite",
+                    schema=table.schema(),
+                    partition_by=["date"],
+                    partition_filters=[("date", "=", day)],
+                    commit_properties=CommitProperties(
+                        custom_metadata={
+                            "publication": publication,
+                            "run_id": run_id,
+                            "rows": str(sum(count for _, count in files)),
+                            "quarantined": str(len(rows)),
+                        },
+                        max_commit_retries=0,
+                    ),
+                )
+            except CommitFailedError:
+                table = DeltaTable(self.predictions)
+            else:
+                return publication
+        raise PublicationConflictError(
+            f"other days were committed {_ATTEMPTS} times while this one tried",
+            stage="publish",
+            item=day,
+            next_step="run the day again; its shards are kept",
+        )
+
+    def read_day(self, day: str) -> Any:
+        """The day's predictions as a pandas frame."""
+        from deltalake import DeltaTable
+
+        return DeltaTable(self.predictions).to_pandas(partitions=[("date", "=", day)])
+
+    def count_day(self, day: str) -> tuple[int, int]:
+        """Rows in the day's published files, and rows its publication has in quarantine: counted, not recalled."""
+        import pyarrow.parquet as pq
+        from deltalake import DeltaTable
+
+        uris = DeltaTable(self.predictions).file_uris(partition_filters=[("date", "=", day)])
+        return sum(pq.read_metadata(uri).num_rows for uri in uris), len(self.read_quarantine(day))
+
+    def read_quarantine(self, day: str) -> Any:
+        """The rows quarantined by the day's publication in force, as a pandas frame."""
+        return read_quarantine(self.quarantine, day, self.current_publication(day) or "")
+
+    def read_run(self, day: str) -> Mapping[str, Any] | None:
+        """The run report of the day's publication in force."""
+        from deltalake import DeltaTable
+
+        publication = self.current_publication(day)
+        if publication is None:
+            return None
+        found = DeltaTable(self.runs).to_pandas(
+            partitions=[("date", "=", day)], filters=[("publication", "=", publication)]
+        )
+        report: Mapping[str, Any] = json.loads(found["report"].iloc[0])
+        return report
+
+    def _append_run(self, day: str, publication: str, run_id: str, report: Mapping[str, Any]) -> None:
+        import pyarrow as pa
+        from deltalake import write_deltalake
+
+        row = {
+            "date": pa.array([datetime.date.fromisoformat(day)], pa.date32()),
+            "publication": [publication],
+            "run_id": [run_id],
+            "report": [json.dumps(report)],
+        }
+        write_deltalake(self.runs, pa.table(row), mode="append", partition_by=["date"])
+
+    def _write_marker(self, schema: PredictionSchema, day: str, publication: str) -> str:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        name = f"date={day}/{_MARKER}{publication}.parquet"
+        path = self.predictions / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.schema(schema.fields()).empty_table(), path)
+        return name
+
+
+def _publication(table: Any, day: str) -> str | None:
+    found = {
+        Path(uri).name.removeprefix(_MARKER).removesuffix(".parquet")
+        for uri in table.file_uris(partition_filters=[("date", "=", day)])
+        if Path(uri).name.startswith(_MARKER)
+    }
+    if len(found) > 1:
+        raise PublicationConflictError(
+            "the day holds two publications at once", stage="publish", item=day, got=", ".join(sorted(found))
+        )
+    return next(iter(found), None)
+
+
+class ShardWriter:
+    """Collects one shard's scored rows and writes them as one Parquet file, then its receipt's facts.
+
+    The file's name carries an attempt id, so a dead run's file is never mistaken for this one's.
+    """
+
+    def __init__(
+        self, table: Path, schema: PredictionSchema, day: str, shard: int, engine_digest: str, run_id: str
+    ) -> None:
+        self._table, self._schema = table, schema
+        self._engine_digest, self._run_id = engine_digest, run_id
+        self.file = f"date={day}/part-{shard:06}-{uuid.uuid4().hex}.parquet"
+        self.rows = 0
+        self._writer: Any = None
+        self._pending: list[Any] = []
+        self._pending_rows = 0
+
+    def append(
+        self, keys: Sequence[str], files: Sequence[str], positions: Sequence[int], outputs: Mapping[str, Any]
+    ) -> None:
+        """Add rows; `outputs` (`[n, *shape]`) are copied."""
+        import pyarrow as pa
+
+        count = len(keys)
+        arrays: list[Any] = [
+            pa.array(keys, pa.string()),
+            pa.array(files, pa.string()),
+            pa.array(positions, pa.int64()),
+        ]
+        for spec in self._schema.outputs:
+            values = np.array(outputs[spec.name], spec.numpy_dtype, copy=True)
+            arrays.append(_column(values, pa.array(values.ravel())))
+            names = self._schema.class_names.get(spec.name)
+            if names is not None:
+                arrays.append(_column(values, pa.array(np.asarray(names, object)[values.ravel()], pa.string())))
+        arrays += [pa.array([self._engine_digest] * count), pa.array([self._run_id] * count)]
+        self._pending.append(pa.RecordBatch.from_arrays(arrays, schema=pa.schema(self._schema.fields())))
+        self._pending_rows += count
+        self.rows += count
+        if self._pending_rows >= _ROWS_PER_GROUP:
+            self._flush()
+
+    def finish(self) -> tuple[int, str]:
+        """Complete the file on disk; returns its size and SHA-256."""
+        self._flush()
+        self._writer.close()
+        path = self._table / self.file
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+        return path.stat().st_size, file_digest(path)
+
+    def _flush(self) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        schema = pa.schema(self._schema.fields())
+        if self._writer is None:
+            path = self._table / self.file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # Scores hardly ever repeat: a dictionary would only cost time. Keys of a run always do.
+            self._writer = pq.ParquetWriter(path, schema, use_dictionary=["source_file", "engine_digest", "run_id"])
+        if self._pending:
+            self._writer.write_table(pa.Table.from_batches(self._pending, schema))
+        self._pending, self._pending_rows = [], 0
+
+
+def _column(values: Any, flat: Any) -> Any:
+    """`flat` as it is for scalar rows, as lists of k for rows `[k]`."""
+    import pyarrow as pa
+
+    if values.ndim == 1:
+        return flat
+    count, width = values.shape[0], int(np.prod(values.shape[1:]))
+    return pa.ListArray.from_arrays(pa.array(np.arange(count + 1, dtype=np.int32) * width), flat)

@@ -1,0 +1,114 @@
+"""ServingPlan: the engine and the settings that score production days on one class of device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gpu_runtime.artifacts import ArtifactStore
+from gpu_runtime.backends.engine_set import KIND as ENGINE_KIND
+from gpu_runtime.backends.engine_set import EngineSet
+from gpu_runtime.backends.protocol import EngineFile
+from gpu_runtime.benchmark.report import BenchmarkReport
+from gpu_runtime.device.host import usable_cores
+from gpu_runtime.device.protocol import DeviceClass
+from gpu_runtime.errors import GateError, PlanError
+from gpu_runtime.promotion.search import explain, fastest
+from gpu_runtime.specs import digest_of
+
+
+@dataclass(frozen=True)
+class ServingPlan:
+    """What was promoted, and the evidence.
+
+    The first group of fields is the plan's identity: a new benchmark that leads to the same choice gives the
+    same `digest`. `engine_rows_per_s` is the engine alone, at these settings, when it was measured.
+    """
+
+    model: str
+    model_version: str
+    device_class: DeviceClass
+    engine: str
+    engine_set: str
+    engine_digest: str
+    batch: int
+    streams: int
+    threads: int
+    decode_workers: int
+    gate_set: str
+
+    report: str
+    reason: str
+    engine_rows_per_s: float
+    value: float
+    reference: float
+
+    @property
+    def digest(self) -> str:
+        evidence = {"report", "reason", "engine_rows_per_s", "value", "reference"}
+        return digest_of({name: value for name, value in vars(self).items() if name not in evidence})
+
+    @property
+    def scoring_key(self) -> str:
+        """Digest of everything in the plan that changes a score. Batch and streams do not."""
+        return digest_of({"model": self.model, "version": self.model_version, "engine": self.engine_digest})
+
+    @staticmethod
+    def from_plain(plain: Mapping[str, Any]) -> ServingPlan:
+        device = plain["device_class"]
+        return ServingPlan(
+            **{
+                **plain,
+                "device_class": DeviceClass(device["kind"], device["name"], tuple(device["features"])),
+            }
+        )
+
+    def engine_file(self, store: ArtifactStore) -> EngineFile:
+        """The promoted engine from the store, its bytes verified."""
+        engines = EngineSet(store.get(ENGINE_KIND, self.engine_set)).engines
+        file = engines.get(self.engine)
+        if file is None or file.digest != self.engine_digest:
+            raise PlanError(
+                "the plan's engine is not in its engine set",
+                stage="serving plan",
+                item=f"{self.model}: {self.engine}",
+                expected=f"digest {self.engine_digest[:12]}",
+                got="nothing" if file is None else file.digest[:12],
+                next_step="materialize engine, benchmark and serving_plan again",
+            )
+        return file
+
+
+def choose_plan(model: str, version: str, report: BenchmarkReport) -> ServingPlan:
+    """The plan the report allows. Raises `GateError`, with every refusal, when no engine passed."""
+    chosen = fastest(report)
+    if chosen is None:
+        raise GateError(
+            "no engine passed the gate",
+            stage="serving plan",
+            item=model,
+            expected=f"{report.policy.metric} within {report.policy.max_drop:g} of {report.reference:.4f}",
+            got="; ".join(f"{r.engine}: {', '.join(r.verdict.reasons)}" for r in report.results),
+            next_step="the plan in force stays; change the INT8 recipes or the gate and materialize again",
+        )
+    result, best = chosen
+    assert result.value is not None
+    return ServingPlan(
+        model=model,
+        model_version=version,
+        device_class=report.device_class,
+        engine=result.engine,
+        engine_set=report.engine_set,
+        engine_digest=result.engine_digest,
+        batch=best.setting.batch,
+        streams=best.setting.streams,
+        threads=best.setting.threads,
+        decode_workers=usable_cores(),
+        gate_set=report.gate_set,
+        report=report.digest,
+        reason=explain(report, result, best),
+        engine_rows_per_s=best.rows_per_s,
+        value=result.value,
+        reference=report.reference,
+    )

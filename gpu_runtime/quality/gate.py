@@ -1,0 +1,80 @@
+"""The gate: may this built engine, on this class of device, score a day?"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from gpu_runtime.errors import GateError, SpecError
+from gpu_runtime.quality.metrics import accuracy, agreement, auc
+from gpu_runtime.specs import Precision
+
+Metric = Literal["auc", "top1", "agreement"]
+
+
+@dataclass(frozen=True)
+class GatePolicy:
+    """What an engine must keep.
+
+    `metric`: `auc` and `top1` need labels; `agreement` compares first choices with FP32 and needs none.
+    `output`: the output the metric reads. `max_drop`: how far below the FP32 reference the metric may fall
+    (for `agreement`, whose reference is 1: how large a share of rows may change). `min_speedup`: rows per
+    second of a reduced-precision engine ÷ the best FP32 engine, measured in the same run.
+    """
+
+    metric: Metric
+    output: str
+    max_drop: float
+    min_speedup: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.max_drop < 1 or self.min_speedup < 0:
+            raise SpecError(
+                "not a gate",
+                stage="gate",
+                item=self.metric,
+                expected="0 <= max_drop < 1 and min_speedup >= 0",
+                got=f"max_drop {self.max_drop}, min_speedup {self.min_speedup}",
+            )
+
+    def measure(
+        self, got: npt.NDArray[Any], reference: npt.NDArray[Any], labels: npt.NDArray[np.float64] | None
+    ) -> float:
+        """The metric of `got` `[n, …]`. Rows without a label do not count."""
+        if self.metric == "agreement":
+            return agreement(reference, got)
+        if labels is None:
+            raise GateError(
+                "the metric needs labels and the dataset declares none",
+                stage="gate",
+                item=self.metric,
+                next_step="declare `label` in defs.yaml, or gate on `agreement`",
+            )
+        known = np.isfinite(labels)
+        return (auc if self.metric == "auc" else accuracy)(labels[known], got[known])
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`passed` with the reasons for a refusal; there are none when it passed."""
+
+    passed: bool
+    reasons: tuple[str, ...] = ()
+
+
+def judge_accuracy(policy: GatePolicy, value: float, reference: float) -> Verdict:
+    floor = reference - policy.max_drop
+    if math.isfinite(value) and value >= floor:
+        return Verdict(True)
+    return Verdict(False, (f"{policy.metric} {value:.4f} is below {floor:.4f}",))
+
+
+def judge_speed(policy: GatePolicy, precision: Precision, speedup: float) -> Verdict:
+    """FP32 is the baseline and needs no speed-up."""
+    if precision == "fp32" or speedup >= policy.min_speedup:
+        return Verdict(True)
+    return Verdict(False, (f"{speedup:.2f} × the best FP32 engine, less than {policy.min_speedup:g} ×",))

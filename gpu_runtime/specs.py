@@ -1,0 +1,258 @@
+"""What a model is: where it comes from, what goes in, what comes out. Frozen values, checked when made."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from gpu_runtime.errors import SpecError
+
+Dtype = Literal["float32", "float16", "uint8", "int8", "int32", "int64", "bool"]
+Precision = Literal["fp32", "int8"]
+Scheme = Literal["vnni", "tensorrt"]
+"""How INT8 is laid out: `vnni` = unsigned activations, signed weights (x86 CPUs); `tensorrt` = both
+signed and symmetric, no bias Q/DQ (the only layout TensorRT's parser takes)."""
+
+_NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
+
+
+def to_plain(value: Any) -> Any:
+    """`value` as JSON types only: dataclasses become objects, tuples lists, paths strings."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(k): to_plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_plain(v) for v in value]
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, np.generic):
+        return value.item()
+    return value
+
+
+def digest_of(value: Any) -> str:
+    """SHA-256 (hex) of `value` as canonical JSON: the identity of a value, independent of key order."""
+    text = json.dumps(to_plain(value), sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One named tensor. `shape` is that of **one row**; in a batch it is `[N, *shape]`.
+
+    `minimum` and `maximum` bound every element; a row outside them is quarantined before it reaches a
+    device, because one bad index can end a CUDA context for everybody.
+    """
+
+    name: str
+    dtype: Dtype
+    shape: tuple[int, ...] = ()
+    minimum: float | None = None
+    maximum: float | None = None
+
+    def __post_init__(self) -> None:
+        if not _NAME.match(self.name):
+            raise SpecError("not a tensor name", stage="spec", item=repr(self.name), expected="an identifier")
+        if self.dtype not in get_args(Dtype):
+            raise SpecError(
+                "unknown dtype",
+                stage="spec",
+                item=self.name,
+                expected=" | ".join(get_args(Dtype)),
+                got=self.dtype,
+            )
+        object.__setattr__(self, "shape", tuple(int(n) for n in self.shape))
+        if any(n < 1 for n in self.shape):
+            raise SpecError("a row's shape has a dimension below 1", stage="spec", item=self.name, got=str(self.shape))
+
+    @property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        return np.dtype(self.dtype)
+
+    @property
+    def row_nbytes(self) -> int:
+        return math.prod(self.shape) * self.numpy_dtype.itemsize
+
+    def batch_shape(self, batch: int) -> tuple[int, ...]:
+        return (batch, *self.shape)
+
+
+@dataclass(frozen=True)
+class ImageNormalization:
+    """Baked into the graph: uint8 `[N, H, W, C]` → `(x − mean) / std` as float32 `[N, C, H, W]`.
+
+    Only narrow bytes cross to the device, and nobody can score with the wrong normalisation.
+    """
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mean", tuple(float(v) for v in self.mean))
+        object.__setattr__(self, "std", tuple(float(v) for v in self.std))
+        if len(self.mean) != len(self.std) or not self.mean or any(v <= 0 for v in self.std):
+            raise SpecError(
+                "mean and std do not fit together",
+                stage="spec",
+                item="image normalization",
+                expected="one mean and one positive std for each channel",
+                got=f"mean {self.mean}, std {self.std}",
+            )
+
+
+@dataclass(frozen=True)
+class TopK:
+    """Baked into the graph: softmax over the model's only output, then its `k` highest classes.
+
+    Replaces the output by `top_index` int32 `[N, k]` and `top_score` float32 `[N, k]`, best first.
+    """
+
+    k: int
+
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise SpecError("top-k keeps nothing", stage="spec", item="top_k", expected="k >= 1", got=str(self.k))
+
+
+@dataclass(frozen=True)
+class TorchSource:
+    """`factory` is `module:function`; the function takes nothing and returns a `torch.nn.Module`."""
+
+    factory: str
+
+    def __post_init__(self) -> None:
+        module, _, function = self.factory.partition(":")
+        if not module or not function:
+            raise SpecError(
+                "not a factory",
+                stage="spec",
+                item=self.factory,
+                expected="module:function",
+                got=repr(self.factory),
+            )
+
+
+@dataclass(frozen=True)
+class OnnxSource:
+    """An ONNX file on disk, as good a source as a torch factory."""
+
+    path: str
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model before anything was done to it.
+
+    `inputs` are what a *dataset* supplies, in the order of the module's arguments; where `normalize` names
+    an input, the module itself receives float32 `[N, C, H, W]` instead of the uint8 `[N, H, W, C]` given here.
+    `outputs` name the module's results in order. `max_batch` is the largest batch ever run.
+    """
+
+    name: str
+    version: str
+    source: TorchSource | OnnxSource
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[str, ...]
+    normalize: Mapping[str, ImageNormalization] = field(default_factory=dict)
+    top_k: TopK | None = None
+    max_batch: int = 64
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "inputs", tuple(self.inputs))
+        object.__setattr__(self, "outputs", tuple(self.outputs))
+        if not _NAME.match(self.name):
+            raise SpecError("not a model name", stage="spec", item=repr(self.name), expected="an identifier")
+        names = [t.name for t in self.inputs] + list(self.outputs)
+        if not self.inputs or not self.outputs or len(set(names)) != len(names):
+            raise SpecError(
+                "inputs and outputs must be named, and each name used once",
+                stage="spec",
+                item=self.name,
+                got=", ".join(names) or "none",
+            )
+        if self.max_batch < 1:
+            raise SpecError("max_batch below 1", stage="spec", item=self.name, got=str(self.max_batch))
+        for name, normalization in self.normalize.items():
+            tensor = next((t for t in self.inputs if t.name == name), None)
+            channels = len(normalization.mean)
+            if tensor is None or tensor.dtype != "uint8" or len(tensor.shape) != 3 or tensor.shape[2] != channels:
+                raise SpecError(
+                    "cannot be normalised",
+                    stage="spec",
+                    item=f"{self.name}.{name}",
+                    expected=f"a uint8 input of shape [H, W, {channels}]",
+                    got="no such input" if tensor is None else f"{tensor.dtype} {tensor.shape}",
+                )
+        if self.top_k and len(self.outputs) != 1:
+            raise SpecError(
+                "top_k needs a model with one output",
+                stage="spec",
+                item=self.name,
+                got=f"{len(self.outputs)} outputs",
+            )
+
+    @property
+    def digest(self) -> str:
+        return digest_of({"source_kind": type(self.source).__name__, "spec": self})
+
+    def module_inputs(self) -> tuple[TensorSpec, ...]:
+        """The inputs as the bare module takes them, before normalisation is baked in."""
+        return tuple(
+            TensorSpec(t.name, "float32", (t.shape[2], t.shape[0], t.shape[1])) if t.name in self.normalize else t
+            for t in self.inputs
+        )
+
+
+def synthetic_rows(specs: tuple[TensorSpec, ...], rows: int, seed: int) -> dict[str, npt.NDArray[Any]]:
+    """Seeded inputs `[rows, *shape]` inside each tensor's declared range; for proofs, never for calibration."""
+    rng = np.random.default_rng(seed)
+    made: dict[str, npt.NDArray[Any]] = {}
+    for spec in specs:
+        shape = spec.batch_shape(rows)
+        values: npt.NDArray[Any]
+        if spec.numpy_dtype.kind == "f":
+            values = rng.standard_normal(shape)
+            if spec.minimum is not None or spec.maximum is not None:
+                values = np.clip(values, spec.minimum, spec.maximum)
+        elif spec.dtype == "bool":
+            values = rng.integers(0, 2, shape)
+        else:
+            low = 0 if spec.minimum is None else int(spec.minimum)
+            high = (255 if spec.dtype == "uint8" else 1) if spec.maximum is None else int(spec.maximum)
+            values = rng.integers(low, high, shape, endpoint=True)
+        made[spec.name] = np.ascontiguousarray(values.astype(spec.numpy_dtype))
+    return made
+
+
+@dataclass(frozen=True)
+class Graph:
+    """An ONNX file and what it computes: the one form in which a model reaches a backend.
+
+    `inputs` and `outputs` give one row's shape; the batch dimension is dynamic from 1 to `max_batch`.
+    `variant` names how the precision was reached (`fp32`, `int8-vnni-minmax`, …) and is unique within a model.
+    """
+
+    path: Path
+    digest: str
+    variant: str
+    precision: Precision
+    scheme: Scheme | None
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    max_batch: int
+
+
+def tensor_specs(plain: list[dict[str, Any]]) -> tuple[TensorSpec, ...]:
+    """Tensor specs back from `to_plain`."""
+    return tuple(TensorSpec(**entry) for entry in plain)

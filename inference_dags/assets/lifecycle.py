@@ -1,0 +1,395 @@
+"""The assets of one model. Each body: inputs, one `gpu_runtime` call, value and metadata."""
+
+# No `from __future__ import annotations` here: Dagster reads the parameters' annotations as they are.
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+from inference_resources import ArtifactStoreResource, DatasetResource, GpuResource, PredictionTableResource
+
+from gpu_runtime.backends.engine_set import build_engines
+from gpu_runtime.benchmark.report import run_benchmark
+from gpu_runtime.errors import InferenceError
+from gpu_runtime.export.onnx_export import export_model
+from gpu_runtime.promotion.plan import choose_plan
+from gpu_runtime.quantize.calibration import calibrate
+from gpu_runtime.quantize.int8 import quantize
+from gpu_runtime.scoring import Predictions, score_days
+from gpu_runtime.specs import digest_of
+from inference_dags.assets.upstream import Upstream
+from inference_dags.checks import results as checks
+from inference_dags.metadata import Metadata, artifact_metadata, benchmark_metadata, predictions_metadata, table
+from inference_dags.pipeline import Pipeline
+from inference_dags.schedules import daily_job
+
+_CALIBRATION_BATCH = 16
+_Decorator = Callable[[Callable[..., Any]], dg.AssetsDefinition]
+
+
+def build_lifecycle(pipeline: Pipeline) -> dg.Definitions:
+    """Every asset, check, job and schedule of one model."""
+    job, schedule = daily_job(pipeline)
+    assets = [
+        daily_input(pipeline),
+        onnx_model(pipeline),
+        calibration(pipeline),
+        int8_model(pipeline),
+        engine(pipeline),
+        benchmark(pipeline),
+        serving_plan(pipeline),
+        predictions(pipeline),
+    ]
+    return dg.Definitions(assets=assets, jobs=[job], schedules=[schedule])
+
+
+def _asset(pipeline: Pipeline, name: str, settings: Any, kinds: set[str], **more: Any) -> _Decorator:
+    """The decorator's arguments that all assets of a model share; `settings` are what its code depends on."""
+    decorator: _Decorator = dg.asset(
+        key=pipeline.key(name),
+        group_name=pipeline.name,
+        code_version=digest_of(settings)[:12],
+        kinds=kinds,
+        owners=list(pipeline.owners) or None,
+        **more,
+    )
+    return decorator
+
+
+def _days(pipeline: Pipeline, days: tuple[str, ...]) -> dg.AssetDep:
+    return dg.AssetDep(pipeline.input_key, partition_mapping=dg.SpecificPartitionsPartitionMapping(list(days)))
+
+
+def daily_input(pipeline: Pipeline) -> dg.AssetsDefinition:
+    @_asset(
+        pipeline,
+        pipeline.dataset.name,
+        {"dataset": pipeline.dataset, "land": pipeline.land},
+        {pipeline.dataset.format},
+        description="One day's inputs. Its data version is the digest of the files' fingerprints.",
+        partitions_def=pipeline.partitions,
+        backfill_policy=dg.BackfillPolicy.single_run(),
+    )
+    def inputs(context: dg.AssetExecutionContext, dataset: DatasetResource) -> dg.MaterializeResult:
+        source = dataset.source(pipeline.dataset, pipeline.model.inputs)
+        land = _land(pipeline.land)
+        found = []
+        for day in context.partition_keys:
+            folder = dataset.day_folder(pipeline.dataset, day)
+            if land is not None:
+                folder.mkdir(parents=True, exist_ok=True)
+                land(day, folder)
+            partition = source.partition(day)
+            found.append(partition)
+            context.add_asset_metadata(
+                {"inputs": partition.digest, "files": partition.files, "bytes": partition.nbytes}, partition_key=day
+            )
+        return dg.MaterializeResult(
+            data_version=dg.DataVersion(found[0].digest if len(found) == 1 else digest_of([p.digest for p in found])),
+            metadata={"days": len(found), "shards": sum(len(p.shards) for p in found)},
+        )
+
+    return inputs
+
+
+def onnx_model(pipeline: Pipeline) -> dg.AssetsDefinition:
+    key = pipeline.key("onnx_model")
+
+    @_asset(
+        pipeline,
+        "onnx_model",
+        pipeline.model,
+        {"onnx"},
+        description="The model as an ONNX graph with a dynamic batch; normalisation and top-k are baked in.",
+        check_specs=[checks.parity_spec(key)],
+    )
+    def exported(artifacts: ArtifactStoreResource) -> dg.MaterializeResult:
+        model = export_model(pipeline.model, artifacts.store())
+        facts = model.artifact.metadata
+        return dg.MaterializeResult(
+            data_version=dg.DataVersion(model.digest),
+            metadata={
+                **artifact_metadata(model.artifact),
+                "opset": facts["opset"],
+                "max_batch": facts["max_batch"],
+                "tensors": table(
+                    [
+                        {"tensor": t.name, "is": role, "dtype": t.dtype, "row shape": str(t.shape)}
+                        for role, specs in (("input", model.graph().inputs), ("output", model.graph().outputs))
+                        for t in specs
+                    ]
+                ),
+            },
+            check_results=[checks.parity_result(model.parity)],
+        )
+
+    return exported
+
+
+def calibration(pipeline: Pipeline) -> dg.AssetsDefinition:
+    @_asset(
+        pipeline,
+        "calibration",
+        pipeline.calibration,
+        {"onnx"},
+        description="Ranges of every activation, measured in one pass over real rows.",
+        deps=[pipeline.key("onnx_model"), _days(pipeline, pipeline.calibration.days)],
+    )
+    def measured(
+        context: dg.AssetExecutionContext, artifacts: ArtifactStoreResource, dataset: DatasetResource
+    ) -> dg.MaterializeResult:
+        upstream = _upstream(context, pipeline, artifacts, dataset)
+        sample = upstream.sample(pipeline.calibration)
+        found = calibrate(upstream.exported(), sample.batches(_CALIBRATION_BATCH), sample.digest, artifacts.store())
+        return dg.MaterializeResult(
+            data_version=dg.DataVersion(found.digest),
+            metadata={
+                **artifact_metadata(found.artifact),
+                "dagster/row_count": found.artifact.metadata["rows"],
+                "tensors": len(found.artifact.metadata["tensors"]),
+            },
+        )
+
+    return measured
+
+
+def int8_model(pipeline: Pipeline) -> dg.AssetsDefinition:
+    @_asset(
+        pipeline,
+        "int8_model",
+        pipeline.int8,
+        {"onnx"},
+        description="INT8 graphs by static Q/DQ, one for each recipe.",
+        deps=[pipeline.key("onnx_model"), pipeline.key("calibration")],
+    )
+    def quantized(
+        context: dg.AssetExecutionContext, artifacts: ArtifactStoreResource, dataset: DatasetResource
+    ) -> dg.MaterializeResult:
+        upstream = _upstream(context, pipeline, artifacts, dataset)
+        made = quantize(upstream.exported(), upstream.calibration(), pipeline.int8, artifacts.store())
+        return dg.MaterializeResult(
+            data_version=dg.DataVersion(made.digest),
+            metadata={
+                **artifact_metadata(made.artifact),
+                "variants": table([{"variant": k, **v} for k, v in made.artifact.metadata["variants"].items()]),
+            },
+        )
+
+    return quantized
+
+
+def engine(pipeline: Pipeline) -> dg.AssetsDefinition:
+    @_asset(
+        pipeline,
+        "engine",
+        pipeline.backends,
+        set(pipeline.backends),
+        description="Every graph built by every backend for this class of device, or the reason why not.",
+        deps=[pipeline.key("onnx_model"), pipeline.key("int8_model")],
+        pool="gpu",
+    )
+    def built(
+        context: dg.AssetExecutionContext,
+        artifacts: ArtifactStoreResource,
+        dataset: DatasetResource,
+        gpu: GpuResource,
+    ) -> dg.MaterializeResult:
+        graphs = _upstream(context, pipeline, artifacts, dataset).graphs()
+        made = build_engines(pipeline.name, graphs, pipeline.backends, gpu.open().device_class, artifacts.store())
+        return dg.MaterializeResult(
+            data_version=dg.DataVersion(made.digest),
+            metadata={
+                **artifact_metadata(made.artifact),
+                "device": f"{gpu.choice().name}: {gpu.choice().reason}",
+                "engines": table(
+                    [
+                        {
+                            "engine": e.key,
+                            "built for": e.device_class.id,
+                            "version": e.backend_version,
+                            "kb": e.nbytes // 1024,
+                        }
+                        for e in made.engines.values()
+                    ]
+                ),
+                "not_built": dg.MetadataValue.json(dict(made.not_built)),
+            },
+        )
+
+    return built
+
+
+def benchmark(pipeline: Pipeline) -> dg.AssetsDefinition:
+    key = pipeline.key("benchmark")
+
+    @_asset(
+        pipeline,
+        "benchmark",
+        {"gate": pipeline.gate, "rows": pipeline.gate_rows, "sweep": pipeline.sweep},
+        set(pipeline.backends),
+        description="Accuracy, latency and throughput of every built engine on this device, and the gate's verdict.",
+        deps=[pipeline.key("engine"), _days(pipeline, pipeline.gate_rows.days)],
+        check_specs=[checks.gate_spec(key)],
+        pool="gpu",
+    )
+    def measured(
+        context: dg.AssetExecutionContext,
+        artifacts: ArtifactStoreResource,
+        dataset: DatasetResource,
+        gpu: GpuResource,
+    ) -> dg.MaterializeResult:
+        upstream = _upstream(context, pipeline, artifacts, dataset)
+        device = gpu.open()
+        report = run_benchmark(
+            pipeline.name,
+            upstream.engines(device.device_class),
+            upstream.exported().graph(),
+            upstream.sample(pipeline.gate_rows),
+            pipeline.gate,
+            pipeline.sweep,
+            device,
+            artifacts.store(),
+        )
+        return dg.MaterializeResult(
+            data_version=dg.DataVersion(report.digest),
+            metadata=benchmark_metadata(report),
+            check_results=[checks.gate_result(report)],
+        )
+
+    return measured
+
+
+def serving_plan(pipeline: Pipeline) -> dg.AssetsDefinition:
+    @_asset(
+        pipeline,
+        "serving_plan",
+        {"model": pipeline.name, "version": pipeline.model.version},
+        {"json"},
+        description="The engine and settings in force on this class of device. Only what passed the gate gets here.",
+        deps=[pipeline.key("benchmark")],
+    )
+    def promoted(
+        context: dg.AssetExecutionContext,
+        artifacts: ArtifactStoreResource,
+        dataset: DatasetResource,
+        gpu: GpuResource,
+    ) -> dg.MaterializeResult:
+        report = _upstream(context, pipeline, artifacts, dataset).report(gpu.open().device_class)
+        plan = choose_plan(pipeline.name, pipeline.model.version, report)
+        promotion = artifacts.promotions().promote(plan)
+        plan = promotion.plan
+        return dg.MaterializeResult(
+            data_version=dg.DataVersion(plan.digest),
+            metadata={
+                "digest": plan.digest,
+                "promotion": promotion.number,
+                "engine": plan.engine,
+                "batch": plan.batch,
+                "streams": plan.streams,
+                "device_class": plan.device_class.id,
+                "engine_rows_per_s": plan.engine_rows_per_s,
+                "reason": dg.MetadataValue.md(plan.reason),
+            },
+        )
+
+    return promoted
+
+
+def predictions(pipeline: Pipeline) -> dg.AssetsDefinition:
+    key = pipeline.key("predictions")
+
+    @_asset(
+        pipeline,
+        "predictions",
+        {"model": pipeline.model, "scoring": pipeline.scoring, "names": pipeline.class_names},
+        {"deltalake"},
+        description="One day's scores, published whole by one Delta transaction; unusable rows are in quarantine.",
+        deps=[pipeline.key("serving_plan"), pipeline.input_key],
+        partitions_def=pipeline.partitions,
+        backfill_policy=dg.BackfillPolicy.single_run(),
+        check_specs=[checks.accounting_spec(key)],
+        pool="gpu",
+    )
+    def scored(
+        context: dg.AssetExecutionContext,
+        artifacts: ArtifactStoreResource,
+        dataset: DatasetResource,
+        predictions: PredictionTableResource,
+        gpu: GpuResource,
+    ) -> dg.MaterializeResult:
+        plan = artifacts.promotions().current(pipeline.name, gpu.open().device_class).plan
+        source = dataset.source(pipeline.dataset, pipeline.model.inputs)
+        scorer = gpu.scorer(plan, artifacts.store())
+        days = score_days(
+            context.partition_keys,
+            scorer,
+            source,
+            pipeline.schema(plan.engine_file(artifacts.store()).outputs),
+            predictions.table(pipeline.name),
+            pipeline.scoring,
+            context.run_id,
+        )
+        done, failed = _collect(context, key, days)
+        if failed:
+            raise dg.Failure(
+                f"{len(failed)} of {len(done) + len(failed)} days were not published; the others are. "
+                + " | ".join(f"{day}: {error}" for day, error in failed.items()),
+                metadata={"published": sorted(p.day for p in done), "failed": sorted(failed)},
+                allow_retries=True,
+            )
+        return dg.MaterializeResult(
+            data_version=dg.DataVersion(digest_of([plan.scoring_key, [(p.day, p.report["inputs"]) for p in done]])),
+            metadata=predictions_metadata(done[0]) if len(done) == 1 else _range_metadata(done),
+            check_results=[checks.accounting_result(done)],
+        )
+
+    return scored
+
+
+def _collect(
+    context: dg.AssetExecutionContext, key: dg.AssetKey, days: Any
+) -> tuple[list[Predictions], dict[str, InferenceError]]:
+    """Score the days, telling Dagster of each as it is published: a crash later keeps the days before it."""
+    several = len(context.partition_keys) > 1
+    done: list[Predictions] = []
+    failed: dict[str, InferenceError] = {}
+    for day, outcome in days:
+        if isinstance(outcome, InferenceError):
+            context.log.error(f"{day} was not published: {outcome}")
+            failed[day] = outcome
+            continue
+        done.append(outcome)
+        if several:
+            metadata = predictions_metadata(outcome)
+            context.log_event(dg.AssetMaterialization(asset_key=key, partition=day, metadata=metadata))
+            # Dagster adds an event of its own for each partition at the end: it must not be a bare one.
+            context.add_asset_metadata(metadata, partition_key=day)
+    if len(failed) == 1 and not done:
+        raise next(iter(failed.values()))
+    return done, failed
+
+
+def _range_metadata(days: list[Predictions]) -> Metadata:
+    return {
+        "days": len(days),
+        "rows_in": sum(day.rows_in for day in days),
+        "scored": sum(day.scored for day in days),
+        "quarantined_rows": sum(day.quarantined for day in days),
+    }
+
+
+def _upstream(
+    context: dg.AssetExecutionContext, pipeline: Pipeline, artifacts: ArtifactStoreResource, dataset: DatasetResource
+) -> Upstream:
+    source = dataset.source(pipeline.dataset, pipeline.model.inputs)
+    return Upstream(context, pipeline, artifacts.store(), source)
+
+
+def _land(reference: str | None) -> Callable[[str, Path], None] | None:
+    if reference is None:
+        return None
+    module, _, function = reference.partition(":")
+    land: Callable[[str, Path], None] = getattr(importlib.import_module(module), function)
+    return land

@@ -1,0 +1,91 @@
+"""What the stage before made: by the digest in Dagster's event log; where the log knows nothing (a CI job
+with a temporary instance), by the recipe key in the store. Either way every byte is verified."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import dagster as dg
+
+from gpu_runtime.artifacts import Artifact, ArtifactStore
+from gpu_runtime.backends.engine_set import KIND as ENGINE_KIND
+from gpu_runtime.backends.engine_set import EngineSet, engine_recipe
+from gpu_runtime.benchmark.report import KIND as BENCHMARK_KIND
+from gpu_runtime.benchmark.report import BenchmarkReport, benchmark_recipe
+from gpu_runtime.datasets.partition import Source
+from gpu_runtime.datasets.sample import RowSample, sample_digest, sample_rows
+from gpu_runtime.device.protocol import DeviceClass
+from gpu_runtime.errors import ArtifactError
+from gpu_runtime.export.onnx_export import KIND as EXPORT_KIND
+from gpu_runtime.export.onnx_export import ExportedModel
+from gpu_runtime.quantize.calibration import KIND as CALIBRATION_KIND
+from gpu_runtime.quantize.calibration import Calibration, calibration_recipe
+from gpu_runtime.quantize.int8 import KIND as INT8_KIND
+from gpu_runtime.quantize.int8 import QuantizedModel, quantize_recipe
+from gpu_runtime.specs import Graph
+from inference_dags.pipeline import Pipeline, RowsFrom
+
+
+@dataclass(frozen=True)
+class Upstream:
+    context: dg.AssetExecutionContext
+    pipeline: Pipeline
+    store: ArtifactStore
+    source: Source
+
+    def sample(self, rows: RowsFrom) -> RowSample:
+        return sample_rows(self.source, rows.days, rows.rows, rows.seed)
+
+    def sample_digest(self, rows: RowsFrom) -> str:
+        return sample_digest(self.source, rows.days, rows.rows, rows.seed)
+
+    def exported(self) -> ExportedModel:
+        return ExportedModel(
+            self._latest("onnx_model", EXPORT_KIND)
+            or self._found("onnx_model", EXPORT_KIND, self.pipeline.model.digest)
+        )
+
+    def calibration(self) -> Calibration:
+        if latest := self._latest("calibration", CALIBRATION_KIND):
+            return Calibration(latest)
+        recipe = calibration_recipe(self.exported(), self.sample_digest(self.pipeline.calibration))
+        return Calibration(self._found("calibration", CALIBRATION_KIND, recipe))
+
+    def quantized(self) -> QuantizedModel:
+        if latest := self._latest("int8_model", INT8_KIND):
+            return QuantizedModel(latest)
+        recipe = quantize_recipe(self.exported(), self.calibration(), self.pipeline.int8)
+        return QuantizedModel(self._found("int8_model", INT8_KIND, recipe))
+
+    def graphs(self) -> list[Graph]:
+        return [self.exported().graph(), *self.quantized().graphs()]
+
+    def engines(self, device_class: DeviceClass) -> EngineSet:
+        if latest := self._latest("engine", ENGINE_KIND):
+            return EngineSet(latest)
+        recipe = engine_recipe(self.graphs(), self.pipeline.backends, device_class)
+        return EngineSet(self._found("engine", ENGINE_KIND, recipe))
+
+    def report(self, device_class: DeviceClass) -> BenchmarkReport:
+        if latest := self._latest("benchmark", BENCHMARK_KIND):
+            return BenchmarkReport(latest)
+        recipe = benchmark_recipe(self.engines(device_class), self.sample_digest(self.pipeline.gate_rows))
+        return BenchmarkReport(self._found("benchmark", BENCHMARK_KIND, recipe))
+
+    def _latest(self, asset: str, kind: str) -> Artifact | None:
+        event = self.context.instance.get_latest_materialization_event(self.pipeline.key(asset))
+        materialization = event.asset_materialization if event else None
+        digest = materialization.metadata.get("digest") if materialization else None
+        return self.store.get(kind, str(digest.value)) if digest else None
+
+    def _found(self, asset: str, kind: str, recipe: str) -> Artifact:
+        if found := self.store.find(kind, recipe):
+            return found
+        raise ArtifactError(
+            "was never made from what is declared now",
+            stage="upstream",
+            item=f"{self.pipeline.name}/{asset}",
+            expected="an artifact in the store",
+            got="none",
+            next_step=f"materialize {self.pipeline.name}/{asset}",
+        )

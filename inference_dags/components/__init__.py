@@ -1,0 +1,3 @@
+from inference_dags.components.inference_pipeline import InferencePipeline
+
+__all__ = ["InferencePipeline"]

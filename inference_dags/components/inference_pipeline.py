@@ -1,0 +1,195 @@
+"""InferencePipeline: a model's whole lifecycle from one `defs.yaml`."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import Literal
+
+import dagster as dg
+from pydantic import Field
+
+from gpu_runtime.benchmark.report import Sweep
+from gpu_runtime.datasets.declaration import DatasetSpec
+from gpu_runtime.quality.gate import GatePolicy
+from gpu_runtime.quantize.int8 import Int8Recipe
+from gpu_runtime.scoring import ScoringPolicy
+from gpu_runtime.specs import ImageNormalization, ModelSpec, OnnxSource, TensorSpec, TopK, TorchSource
+from inference_dags.pipeline import Pipeline, RowsFrom, days_between
+
+
+class Settings(dg.Model, dg.Resolvable):
+    """A block of `defs.yaml`; unknown keys are errors."""
+
+
+class InputSettings(Settings):
+    """One input as the dataset supplies it. `shape` is one row's."""
+
+    name: str
+    dtype: Literal["float32", "float16", "uint8", "int8", "int32", "int64", "bool"]
+    shape: list[int] = Field(default=[])
+    minimum: float | None = None
+    maximum: float | None = None
+
+
+class NormalizationSettings(Settings):
+    """Baked into the graph: (x − mean) / std for each channel of a uint8 image."""
+
+    mean: list[float]
+    std: list[float]
+
+
+class ModelSettings(Settings):
+    """The model. Either `factory` (`module:function`, returns a torch module) or `onnx` (a file)."""
+
+    version: str | int  # Dagster's templates read a quoted number as a number
+    factory: str | None = None
+    onnx: str | None = None
+    inputs: list[InputSettings]
+    outputs: list[str]
+    normalize: dict[str, NormalizationSettings] = Field(default={})
+    top_k: int | None = None
+    max_batch: int = 64
+
+
+class DatasetSettings(Settings):
+    """The data that arrives every day under `<data root>/<name>/<day>/`.
+
+    `vocabularies` name files beside defs.yaml with one known value a line. `land` is `module:function(day,
+    folder)`; leave it out when another system writes the folders. Without `last_day` the days go on.
+    """
+
+    name: str
+    format: Literal["parquet", "images"]
+    first_day: str
+    last_day: str | None = None
+    timezone: str = "UTC"
+    land: str | None = None
+    columns: dict[str, list[str]] = Field(default={})
+    vocabularies: dict[str, str] = Field(default={})
+    row_key: str | None = None
+    label: str | None = None
+    crop_fraction: float = 0.875
+
+
+class RowsSettings(Settings):
+    """About `rows` rows from `days` (`2013-01-01...2013-01-31`, both included, or one day)."""
+
+    days: str
+    rows: int
+    seed: int = 0
+
+
+class Int8Settings(Settings):
+    """One way to make the INT8 graph; `percentile` 100 is min-max. The gate decides between them."""
+
+    scheme: Literal["vnni", "tensorrt"]
+    percentile: float = 100.0
+    keep_first_float: bool = False
+    per_channel: bool = True
+
+
+class GateSettings(Settings):
+    """What a built engine must keep to serve. `rows` names the rows it is judged on."""
+
+    metric: Literal["auc", "top1", "agreement"]
+    output: str
+    max_drop: float
+    min_speedup: float = 1.0
+    rows: RowsSettings
+
+
+class SweepSettings(Settings):
+    """Which batch sizes the benchmark tries, and how long; see `gpu_runtime.benchmark.report.Sweep`."""
+
+    batches: list[int] = Field(default=[1, 8, 32])
+    finalists: int = 1
+    rounds: int = 5
+    round_s: float = 0.2
+    probe_s: float = 0.05
+
+
+class InferencePipeline(dg.Component, dg.Model, dg.Resolvable):
+    """Export → calibrate → INT8 → engines → benchmark and gate → serving plan → daily predictions.
+
+    The folder's name is the model's name. `class_names` maps an index output to a file of names beside
+    defs.yaml and adds a column of names to the predictions.
+    """
+
+    model_spec: ModelSettings
+    dataset: DatasetSettings
+    calibration: RowsSettings
+    int8: list[Int8Settings]
+    gate: GateSettings
+    backends: list[str] = Field(default=["onnxruntime", "openvino", "tensorrt_rtx"])
+    benchmark: SweepSettings = SweepSettings()
+    class_names: dict[str, str] = Field(default={})
+    max_quarantined_fraction: float = 0.05
+    hour_of_day: int = 2
+    owners: list[str] = Field(default=[])
+
+    def build_defs(self, context: dg.ComponentLoadContext) -> dg.Definitions:
+        from inference_dags.assets.lifecycle import build_lifecycle
+
+        return build_lifecycle(self.pipeline(context.path))
+
+    def pipeline(self, folder: Path) -> Pipeline:
+        """The settings as the values the runtime works with; each is checked as it is made."""
+        model, dataset, gate = self.model_spec, self.dataset, self.gate
+        return Pipeline(
+            model=_model_spec(folder, model),
+            dataset=DatasetSpec(
+                name=dataset.name,
+                format=dataset.format,
+                columns={name: tuple(columns) for name, columns in dataset.columns.items()},
+                vocabularies={name: _lines(folder / file) for name, file in dataset.vocabularies.items()},
+                row_key=dataset.row_key,
+                label=dataset.label,
+                crop_fraction=dataset.crop_fraction,
+            ),
+            partitions=_daily(dataset),
+            land=dataset.land,
+            calibration=_rows(self.calibration),
+            int8=tuple(
+                Int8Recipe(one.scheme, one.percentile, one.keep_first_float, one.per_channel) for one in self.int8
+            ),
+            backends=tuple(self.backends),
+            gate=GatePolicy(gate.metric, gate.output, gate.max_drop, gate.min_speedup),
+            gate_rows=_rows(gate.rows),
+            sweep=Sweep(**{**dict(self.benchmark), "batches": tuple(self.benchmark.batches)}),
+            scoring=ScoringPolicy(self.max_quarantined_fraction),
+            class_names={name: _lines(folder / file) for name, file in self.class_names.items()},
+            hour_of_day=self.hour_of_day,
+            owners=tuple(self.owners),
+        )
+
+
+def _model_spec(folder: Path, model: ModelSettings) -> ModelSpec:
+    if (model.factory is None) == (model.onnx is None):
+        raise ValueError(f"{folder.name}: give either `factory` or `onnx` under `model_spec`")
+    source = TorchSource(model.factory) if model.factory else OnnxSource(str(folder / (model.onnx or "")))
+    return ModelSpec(
+        name=folder.name,
+        version=str(model.version),
+        source=source,
+        inputs=tuple(TensorSpec(t.name, t.dtype, tuple(t.shape), t.minimum, t.maximum) for t in model.inputs),
+        outputs=tuple(model.outputs),
+        normalize={name: ImageNormalization(tuple(one.mean), tuple(one.std)) for name, one in model.normalize.items()},
+        top_k=TopK(model.top_k) if model.top_k else None,
+        max_batch=model.max_batch,
+    )
+
+
+def _daily(dataset: DatasetSettings) -> dg.DailyPartitionsDefinition:
+    end = None
+    if dataset.last_day:
+        end = (datetime.date.fromisoformat(dataset.last_day) + datetime.timedelta(days=1)).isoformat()
+    return dg.DailyPartitionsDefinition(start_date=dataset.first_day, end_date=end, timezone=dataset.timezone)
+
+
+def _rows(settings: RowsSettings) -> RowsFrom:
+    return RowsFrom(days_between(settings.days), settings.rows, settings.seed)
+
+
+def _lines(path: Path) -> tuple[str, ...]:
+    return tuple(path.read_text(encoding="utf-8").splitlines())

@@ -1,0 +1,57 @@
+"""The GPU resource: one device, and the stream-pipelined executor on it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import dagster as dg
+from pydantic import PrivateAttr
+
+from gpu_runtime.artifacts import ArtifactStore
+from gpu_runtime.device.protocol import Device
+from gpu_runtime.device.select import DeviceChoice, choose_device, open_device
+from gpu_runtime.promotion.plan import ServingPlan
+from gpu_runtime.scoring import Scorer
+
+
+class GpuResource(dg.ConfigurableResource):
+    """`device`: `auto` (CUDA where it can really be used, else the CPU), `cpu`, or `cuda:N`.
+
+    The device is opened by the first use, never in set-up: a run's parent process and every step enter the
+    resource, and most of them need no device. Leaving the run closes engines, threads and device memory.
+    """
+
+    device: str = "auto"
+    _stack: contextlib.ExitStack = PrivateAttr(default_factory=contextlib.ExitStack)
+    _device: Device | None = PrivateAttr(default=None)
+    _scorers: dict[str, Scorer] = PrivateAttr(default_factory=dict)
+
+    @contextlib.contextmanager
+    def yield_for_execution(self, context: dg.InitResourceContext) -> Iterator[GpuResource]:
+        with self:
+            yield self
+
+    def __enter__(self) -> GpuResource:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        stack, self._stack = self._stack, contextlib.ExitStack()
+        self._device, self._scorers = None, {}
+        stack.close()
+
+    def choice(self) -> DeviceChoice:
+        """Which device will be used and why; opens nothing."""
+        return choose_device(self.device)
+
+    def open(self) -> Device:
+        """The device, opened by the first call."""
+        if self._device is None:
+            self._device = self._stack.enter_context(open_device(self.choice()))
+        return self._device
+
+    def scorer(self, plan: ServingPlan, store: ArtifactStore) -> Scorer:
+        """The executor with the plan's engine; loaded once, however many days are scored."""
+        if plan.digest not in self._scorers:
+            self._scorers[plan.digest] = self._stack.enter_context(Scorer(plan, store, self.open()))
+        return self._scorers[plan.digest]
