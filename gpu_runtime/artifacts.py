@@ -119,7 +119,7 @@ class ArtifactStore:
         try:
             os.rename(draft.folder, final)
         except OSError:
-            if not (final / MANIFEST).exists():
+            if not final.is_dir():
                 raise
             # The same bytes are there already; another writer was first. A damaged copy is replaced.
             try:

@@ -75,6 +75,14 @@ class TensorSpec:
         object.__setattr__(self, "shape", tuple(int(n) for n in self.shape))
         if any(n < 1 for n in self.shape):
             raise SpecError("a row's shape has a dimension below 1", stage="spec", item=self.name, got=str(self.shape))
+        if self.minimum is not None and self.maximum is not None and not self.minimum <= self.maximum:
+            raise SpecError(
+                "its range holds nothing",
+                stage="spec",
+                item=self.name,
+                expected="minimum <= maximum",
+                got=f"{self.minimum} … {self.maximum}",
+            )
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
@@ -228,8 +236,8 @@ def synthetic_rows(specs: tuple[TensorSpec, ...], rows: int, seed: int) -> dict[
         elif spec.dtype == "bool":
             values = rng.integers(0, 2, shape)
         else:
-            low = 0 if spec.minimum is None else int(spec.minimum)
-            high = (255 if spec.dtype == "uint8" else 1) if spec.maximum is None else int(spec.maximum)
+            low = min(0, int(spec.maximum or 0)) if spec.minimum is None else int(spec.minimum)
+            high = max(low, 255 if spec.dtype == "uint8" else 1) if spec.maximum is None else int(spec.maximum)
             values = rng.integers(low, high, shape, endpoint=True)
         made[spec.name] = np.ascontiguousarray(values.astype(spec.numpy_dtype))
     return made

@@ -2,7 +2,8 @@
 
 Since TensorRT 11 precision lives in the graph (Q/DQ pairs), not in builder flags. What it asks of a graph:
 
-- a uint8 input goes through a `Cast` first: `Transpose`, `Gather` and arithmetic refuse uint8;
+- a uint8 input goes through a `Cast` first (`Transpose`, `Gather` and arithmetic refuse uint8): where our own
+  export transposes the bytes before the `Cast`, because CPUs are faster that way, the two are swapped here;
 - `Gather` takes int32 or int64 indices, nothing narrower; `TopK` gives int64: for int32, `Cast` its result;
 - Q/DQ are signed with a zero point of 0, and the bias has none.
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -135,7 +137,8 @@ def _serialize(trt: Any, graph: Graph, capability: str | None, refused: _Refused
     checked("no builder", builder)
     network = checked("no network", builder.create_network(0))  # referred to, not owned, by the parser
     parser = trt.OnnxParser(network, log)
-    parsed = parser.parse_from_file(str(graph.path))
+    with tempfile.TemporaryDirectory() as scratch:
+        parsed = parser.parse_from_file(str(_with_casts_first(graph, Path(scratch))))
     if parser.num_errors:
         log.messages.clear()  # what was logged says the same without naming the node
         log.messages.extend(str(parser.get_error(i)) for i in range(parser.num_errors))
@@ -159,6 +162,34 @@ def _serialize(trt: Any, graph: Graph, capability: str | None, refused: _Refused
     plan = bytes(checked("no engine", builder.build_serialized_network(network, config)))
     tf32 = bool(config.get_flag(trt.BuilderFlag.TF32))
     return plan, {"compute_capability": capability, "tf32": tf32, "profile_min_opt_max": shapes}
+
+
+def _with_casts_first(graph: Graph, scratch: Path) -> Path:
+    """The graph's file, or a copy in `scratch` in which uint8 → Transpose → Cast became uint8 → Cast → Transpose."""
+    pixels = {t.name for t in graph.inputs if t.dtype == "uint8"}
+    if not pixels:
+        return graph.path
+    import onnx
+
+    model = onnx.load(graph.path)
+    nodes = model.graph.node
+    for place, transpose in enumerate(nodes):
+        if transpose.op_type != "Transpose" or transpose.input[0] not in pixels:
+            continue
+        readers = [node for node in nodes if transpose.output[0] in node.input]
+        if len(readers) == 1 and readers[0].op_type == "Cast":
+            cast, later = readers[0], list(nodes).index(readers[0])
+            pixel, between, result = transpose.input[0], transpose.output[0], cast.output[0]
+            cast.input[0], cast.output[0] = pixel, between
+            transpose.input[0], transpose.output[0] = between, result
+            first, second = onnx.NodeProto(), onnx.NodeProto()
+            first.CopyFrom(cast)
+            second.CopyFrom(transpose)
+            nodes[place].CopyFrom(first)
+            nodes[later].CopyFrom(second)
+    del model.graph.value_info[:]  # they name the tensor between the two as bytes
+    onnx.save(model, scratch / "graph.onnx")
+    return scratch / "graph.onnx"
 
 
 def _check_parsed(network: Any, graph: Graph, refused: _Refused) -> None:

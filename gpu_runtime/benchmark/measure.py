@@ -30,7 +30,8 @@ class Setting:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Medians over interleaved rounds; latencies of single batches in milliseconds, from queueing to result."""
+    """Medians over interleaved rounds: `rows_per_s` with a second batch queued behind every one that runs, as in
+    the executor; latencies in milliseconds, from queueing to result, with one batch on every stream."""
 
     setting: Setting
     rows_per_s: float
@@ -51,9 +52,9 @@ class LoadedSetting:
         self._device = device
         options = EngineOptions(setting.streams, setting.threads)
         self._engine: Engine = get_backend(file.backend).load(file, device, options)
+        contexts = [(self._engine.create_context(), device.stream()) for _ in range(setting.streams)]
         self._slots = [
-            allocate_slot(file, device, setting.batch, self._engine.create_context(), device.stream())
-            for _ in range(setting.streams)
+            allocate_slot(file, device, setting.batch, *contexts[i % len(contexts)]) for i in range(2 * setting.streams)
         ]
         for slot in self._slots:
             for tensor in slot.inputs:
@@ -62,18 +63,24 @@ class LoadedSetting:
                 self._device.copy_in(tensor.staging, tensor.buffer, tensor.staging.nbytes, slot.compute)
         self.latencies_ms: list[float] = []
         self.rates: list[float] = []
-        self.run(2 * setting.streams)  # first runs allocate memory and choose kernels
-        self.latencies_ms.clear()
-        self.rates.clear()
+        self.batch_s = self._run(setting.streams, setting.streams, [])  # allocates memory, chooses kernels
+        self.batch_s = self._run(setting.streams, setting.streams, []) / setting.streams
 
-    def run(self, batches: int) -> float:
-        """Run `batches` with every stream busy; records their latencies and the rate, returns the seconds."""
+    def round(self, seconds: float) -> None:
+        """Half of the time for latencies, half for the rate."""
+        streams = self.setting.streams
+        batches = max(streams, round(seconds / 2 / self.batch_s))
+        self._run(batches, streams, self.latencies_ms)
+        self.rates.append(batches * self.setting.batch / self._run(batches, 2 * streams, []))
+
+    def _run(self, batches: int, in_flight: int, latencies_ms: list[float]) -> float:
+        """Run `batches`, at most `in_flight` at a time; returns the seconds and adds each one's latency."""
         waiting: deque[tuple[Slot, float]] = deque()
         started = time.perf_counter()
         for i in range(batches):
-            if len(waiting) == len(self._slots):
-                self._finish(*waiting.popleft())
-            slot = self._slots[i % len(self._slots)]
+            if len(waiting) == in_flight:
+                latencies_ms.append(_finish(*waiting.popleft()))
+            slot = self._slots[i % in_flight]
             queued = time.perf_counter()
             slot.context.enqueue(
                 {t.spec.name: t.array for t in slot.inputs},
@@ -83,14 +90,8 @@ class LoadedSetting:
             slot.compute.record(slot.computed)
             waiting.append((slot, queued))
         while waiting:
-            self._finish(*waiting.popleft())
-        seconds = time.perf_counter() - started
-        self.rates.append(batches * self.setting.batch / seconds)
-        return seconds
-
-    def _finish(self, slot: Slot, queued: float) -> None:
-        slot.computed.synchronize()
-        self.latencies_ms.append((time.perf_counter() - queued) * 1e3)
+            latencies_ms.append(_finish(*waiting.popleft()))
+        return time.perf_counter() - started
 
     def close(self) -> None:
         for slot in self._slots:
@@ -114,17 +115,15 @@ def measure(
             one = LoadedSetting(engines[setting.engine], setting, device, rows)
             stack.callback(one.close)
             loaded.append(one)
-        counts = [
-            max(setting.streams, int(round_s / (one.run(setting.streams) / setting.streams)))
-            for setting, one in zip(settings, loaded, strict=True)
-        ]
-        for one in loaded:
-            one.latencies_ms.clear()
-            one.rates.clear()
         for _ in range(rounds):
-            for one, count in zip(loaded, counts, strict=True):
-                one.run(count)
+            for one in loaded:
+                one.round(round_s)
         return [_summary(one, rounds) for one in loaded]
+
+
+def _finish(slot: Slot, queued: float) -> float:
+    slot.computed.synchronize()
+    return (time.perf_counter() - queued) * 1e3
 
 
 def _summary(one: LoadedSetting, rounds: int) -> Measurement:

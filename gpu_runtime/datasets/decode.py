@@ -34,6 +34,10 @@ def decode_image(path: Path, target: npt.NDArray[np.uint8], crop_fraction: float
             if opened.format == "JPEG":
                 opened.draft("RGB", (int(width / crop_fraction), int(height / crop_fraction)))
             image: Any = ImageOps.exif_transpose(opened)
+            if image.mode.startswith("I;16"):  # convert() would clip all but the darkest to white
+                image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+            elif image.mode in ("I", "F"):
+                raise RowError("decode", "pixels of 32 bits, whose range is not known")
             if image.mode != "RGB":
                 image = image.convert("RGB")
             side = min(image.width, image.height) * crop_fraction

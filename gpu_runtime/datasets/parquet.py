@@ -79,26 +79,41 @@ class ParquetSource:
 
         file = shard.files[0].path
         path = Path(shard.folder) / file
-        with pq.ParquetFile(path) as parquet:
-            held = set(parquet.schema_arrow.names)
-            needed = [c for columns in self.columns.values() for c in columns]
-            needed += [c for c in (self.row_key, self.label) if c]
-            for column in needed:
-                if column not in held:
-                    raise DatasetError(
-                        f"column {column!r} is missing",
-                        stage="dataset",
-                        item=f"{shard.day}/{file}",
-                        expected=", ".join(needed),
-                        got=", ".join(sorted(held)),
-                        next_step="land the file with its declared columns, or change `columns` in defs.yaml",
-                    )
-                self._check_type(column, parquet.schema_arrow.field(column).type, f"{shard.day}/{file}")
-            assert shard.row_groups is not None
-            first, last = shard.row_groups
-            offset = sum(parquet.metadata.row_group(g).num_rows for g in range(first))
-            table = parquet.read_row_groups(list(range(first, last)), columns=list(dict.fromkeys(needed)))
+        try:
+            with pq.ParquetFile(path) as parquet:
+                self._check_columns(parquet.schema_arrow, f"{shard.day}/{file}")
+                assert shard.row_groups is not None
+                first, last = shard.row_groups
+                offset = sum(parquet.metadata.row_group(g).num_rows for g in range(first))
+                table = parquet.read_row_groups(list(range(first, last)), columns=self._needed())
+        except (OSError, ValueError) as error:  # pyarrow's errors are one or the other
+            raise DatasetError(
+                "the file's columns cannot be read",
+                stage="dataset",
+                item=f"{shard.day}/{file}",
+                expected="a whole Parquet file",
+                got=type(error).__name__,
+                next_step="land the file again",
+            ) from error
         return ParquetReader(self, table.combine_chunks(), file, offset)
+
+    def _needed(self) -> list[str]:
+        """Every column that is read, once."""
+        needed = [c for columns in self.columns.values() for c in columns]
+        return list(dict.fromkeys([*needed, *(c for c in (self.row_key, self.label) if c)]))
+
+    def _check_columns(self, schema: Any, item: str) -> None:
+        for column in self._needed():
+            if column not in schema.names:
+                raise DatasetError(
+                    f"column {column!r} is missing",
+                    stage="dataset",
+                    item=item,
+                    expected=", ".join(self._needed()),
+                    got=", ".join(sorted(schema.names)),
+                    next_step="land the file with its declared columns, or change `columns` in defs.yaml",
+                )
+            self._check_type(column, schema.field(column).type, item)
 
     def _check_type(self, column: str, found: Any, item: str) -> None:
         import pyarrow.types as types
@@ -160,7 +175,7 @@ class ParquetReader:
         return self._label.cast(pa.float64()).to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
 
     def pieces(self, start: int, stop: int, staging: Mapping[str, npt.NDArray[Any]]) -> list[Piece]:
-        return [lambda: self._fill(start, stop, staging)]
+        return [lambda: self._fill(start, stop, staging)] if stop > start else []
 
     def _fill(self, start: int, stop: int, staging: Mapping[str, npt.NDArray[Any]]) -> list[RowFailure]:
         reasons: dict[int, str] = {}
@@ -177,7 +192,9 @@ class ParquetReader:
                     outside |= values > spec.maximum
                 if spec.numpy_dtype.kind in "iu":
                     limits = np.iinfo(spec.numpy_dtype)
-                    outside |= (values < limits.min) | (values > limits.max) | (values != np.floor(values))
+                    outside |= (values < limits.min) | (values != np.floor(values))
+                    # As a float, int64's maximum rounds up to a number that it cannot hold.
+                    outside |= values > limits.max if values.dtype.kind in "iu" else values >= float(limits.max) + 1
                 outside &= ~bad
                 for row in np.flatnonzero(outside):
                     reasons.setdefault(int(row), f"column {column!r} is outside its declared range or type")
@@ -202,11 +219,9 @@ class ParquetReader:
             values = pc.fill_null(ids, -1).to_numpy(zero_copy_only=False)
             bad = values < 0
         else:
-            whole = pc.fill_null(chunk.cast(pa.int64()) if pa.types.is_boolean(chunk.type) else chunk, 0)
-            if pa.types.is_null(chunk.type):
-                values = np.zeros(stop - start, np.float64)
-            else:
-                values = np.asarray(whole.to_numpy(zero_copy_only=False))
+            if pa.types.is_null(chunk.type) or pa.types.is_boolean(chunk.type):
+                chunk = chunk.cast(pa.int64())
+            values = np.asarray(pc.fill_null(chunk, 0).to_numpy(zero_copy_only=False))
             bad = null | (~np.isfinite(values) if values.dtype.kind == "f" else False)
 
         def reason(row: int) -> str:

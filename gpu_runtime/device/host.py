@@ -62,12 +62,14 @@ class HostStream:
 
     def _put(self, kind: str, what: Any) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            thread.start()  # raises where the process may have no more threads: nothing is queued then
+            self._thread = thread
+        if kind == "record":
+            what._arm()
         self._work.put((kind, what))
 
     def record(self, event: Any) -> None:
-        event._arm()
         self._put("record", event)
 
     def wait(self, event: Any) -> None:

@@ -12,11 +12,16 @@ from gpu_runtime.errors import DeviceError
 
 _OUT_OF_MEMORY = (
     "out of memory",
-    "failed to allocate memory",
+    "out_of_memory",  # CUDA_ERROR_OUT_OF_MEMORY
     "cudaerrormemoryallocation",
+    "alloc_failed",  # CUBLAS_STATUS_ALLOC_FAILED, CUDNN_STATUS_ALLOC_FAILED
+    "allocation_failed",  # CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED
+    "failed to allocate memory",  # ONNX Runtime
+    "smaller than requested bytes",  # ONNX Runtime's arena at its limit
     "bad_alloc",
     "bad allocation",
     "cannot allocate memory",
+    "can't allocate memory",  # PyTorch on a CPU
 )
 
 

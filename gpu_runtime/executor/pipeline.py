@@ -11,8 +11,9 @@ each batch's pieces, in order, and queues its copies and its computation; the ca
 batch's results, in order, and writes them. The order out is the order in.
 
 Failure contract:
-  1. A row that a decoder cannot read leaves a hole, and is reported with its batch; the batch goes on.
-  2. A batch that the engine fails on is bisected until single rows fail; those are reported, the rest kept.
+  1. A row that a decoder cannot read leaves a hole, and is reported once with its batch; the batch goes on.
+  2. A batch that the engine fails on, while it is queued or while it runs, is bisected until single rows
+     fail; those are reported, the rest kept.
      Out of memory is no row's fault: the run ends with `DeviceError`.
   3. A row whose output is not finite is reported, not returned as scored.
   4. A decoder that raises anything but a row's failure, a source that raises, or `write` that raises, ends
@@ -75,6 +76,13 @@ class _Flight:
     pieces: list[Future[list[RowFailure]]]
     failures: list[RowFailure]
     dispatched_at: float = 0.0
+    refused: Exception | None = None  # what the engine raised while the batch was being queued
+
+    def finish(self) -> None:
+        """Wait until the batch's results are in its slot; raise what failed on the way."""
+        self.slot.copied_out.synchronize()
+        if self.refused is not None:
+            raise self.refused
 
 
 class StreamExecutor:
@@ -95,6 +103,8 @@ class StreamExecutor:
     ) -> None:
         if not 1 <= batch <= engine.file.max_batch:
             raise ValueError(f"batch must be 1 … {engine.file.max_batch} for {engine.file.key}, got {batch}")
+        if slots is not None and slots < 1:
+            raise ValueError(f"slots must be at least 1, got {slots}")
         self.engine, self.device, self.batch = engine, device, batch
         streams = engine.options.streams
         self._copy_in, self._copy_out = device.stream(), device.stream()
@@ -132,16 +142,20 @@ class StreamExecutor:
     def _queue(self, flight: _Flight) -> None:
         """Queue copy in, computation and copy out of one slot."""
         slot = flight.slot
+        flight.refused = None
         with self._queueing:
             for tensor in slot.inputs:
                 self.device.copy_in(tensor.staging, tensor.buffer, tensor.staging.nbytes, self._copy_in)
             self._copy_in.record(slot.copied_in)
             slot.compute.wait(slot.copied_in)
-            slot.context.enqueue(
-                {t.spec.name: t.array for t in slot.inputs},
-                {t.spec.name: t.array for t in slot.outputs},
-                slot.compute,
-            )
+            try:
+                slot.context.enqueue(
+                    {t.spec.name: t.array for t in slot.inputs},
+                    {t.spec.name: t.array for t in slot.outputs},
+                    slot.compute,
+                )
+            except Exception as error:  # the rest is queued all the same: events must cover what it had queued
+                flight.refused = error
             slot.compute.record(slot.computed)
             self._copy_out.wait(slot.computed)
             for tensor in slot.outputs:
@@ -165,6 +179,7 @@ class _Run:
         self._rows = self._count = self._padded = 0
         self._wait_free_s = self._wait_decode_s = self._wait_compute_s = self._write_s = 0.0
         self._latencies_ms: list[float] = []
+        self._most_pieces = 1
 
     def execute(self) -> RunStats:
         executor = self._executor
@@ -177,19 +192,21 @@ class _Run:
             threading.Thread(target=self._guarded, args=(self._fill, self._filling), name="fill", daemon=True),
             threading.Thread(target=self._guarded, args=(self._dispatch, self._running), name="dispatch", daemon=True),
         ]
-        for thread in threads:
-            thread.start()
         try:
+            for thread in threads:
+                thread.start()
             self._drain()
         finally:
             self._stop.set()
             self._free.put(None)
             for thread in threads:
-                thread.join()
+                if thread.ident is not None:  # None: it could not be started
+                    thread.join()
             self._settle()
         wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        decoding = min(pool.workers, len(executor._slots) * self._most_pieces)  # workers that can have work
         busy = {
-            "decode": (pool.busy_s - decode_before, self._wait_decode_s, pool.workers),
+            "decode": (pool.busy_s - decode_before, self._wait_decode_s, decoding),
             "compute": (sum(s.busy_s for s in streams) - compute_before, self._wait_compute_s, len(streams)),
             "write": (self._write_s, self._wait_free_s, 1),
         }
@@ -228,7 +245,14 @@ class _Run:
                 raise _Stopped
             count = batch.stop - batch.start
             rows = {name: array[:count] for name, array in slot.staging.items()}
-            pieces = [executor._pool.submit(piece) for piece in batch.reader.pieces(batch.start, batch.stop, rows)]
+            pieces: list[Future[list[RowFailure]]] = []
+            try:
+                for piece in batch.reader.pieces(batch.start, batch.stop, rows):
+                    pieces.append(executor._pool.submit(piece))
+            except BaseException:
+                _await_all(pieces)
+                raise
+            self._most_pieces = max(self._most_pieces, len(pieces))
             self._filling.put(_Flight(batch, slot, pieces, []))
 
     def _dispatch(self) -> None:
@@ -263,7 +287,7 @@ class _Run:
             rows = [row for row in range(count) if row not in missing]
             results = flight.slot.results
             try:
-                flight.slot.copied_out.synchronize()
+                flight.finish()
             except Exception as error:
                 results = self._rescue(flight, rows, error)
             ready = time.perf_counter()
@@ -271,7 +295,8 @@ class _Run:
             self._latencies_ms.append((ready - flight.dispatched_at) * 1e3)
             lost = {failure.row for failure in flight.failures}
             flight.failures += unusable_outputs(results, [row for row in rows if row not in lost])
-            failures = sorted(flight.failures, key=lambda failure: failure.row)
+            first = {failure.row: failure for failure in reversed(flight.failures)}  # each row is reported once
+            failures = [first[row] for row in sorted(first)]
             outputs = {name: values[:count] for name, values in results.items()}
             self._write(ScoredBatch(flight.batch, outputs, failures))
             self._write_s += time.perf_counter() - ready
@@ -295,7 +320,7 @@ class _Run:
                 if row not in chosen:
                     slot.fill_hole(row)
             executor._queue(flight)
-            slot.copied_out.synchronize()
+            flight.finish()
             for tensor in slot.outputs:
                 kept[tensor.spec.name][list(part)] = tensor.rows[list(part)]
 
@@ -310,7 +335,7 @@ class _Run:
                 _await_all(flight.pieces)
         for slot in self._executor._slots:
             for event in (slot.copied_in, slot.computed, slot.copied_out):
-                with contextlib.suppress(Exception):
+                with contextlib.suppress(BaseException):  # an engine may fail with any; the next is awaited too
                     event.synchronize()
 
 

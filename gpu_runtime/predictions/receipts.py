@@ -64,8 +64,8 @@ class ReceiptStore:
         """The shard's receipt, if it is of the same key and its data file is whole."""
         try:
             receipt = Receipt.from_plain(json.loads(self._path(day, shard).read_text()))
-        except FileNotFoundError:
-            return None
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            return None  # none yet, or one that cannot be read: the shard is scored again
         file = self._table / receipt.file
         if receipt.resume_key != key or not file.is_file() or file_digest(file) != receipt.sha256:
             return None

@@ -44,7 +44,8 @@ class GatePolicy:
     def measure(
         self, got: npt.NDArray[Any], reference: npt.NDArray[Any], labels: npt.NDArray[np.float64] | None
     ) -> float:
-        """The metric of `got` `[n, …]`. Rows without a label do not count."""
+        """The metric of `got` `[n, …]`; NaN when `got` is not finite where `reference` is. Rows without a label
+        do not count, nor do rows that the reference cannot score."""
         if self.metric == "agreement":
             return agreement(reference, got)
         if labels is None:
@@ -54,8 +55,16 @@ class GatePolicy:
                 item=self.metric,
                 next_step="declare `label` in defs.yaml, or gate on `agreement`",
             )
-        known = np.isfinite(labels)
+        known = np.isfinite(labels) & _finite(reference)
+        if not _finite(got[known]).all():
+            return math.nan  # a NaN would sort as the highest score; FP32 can score these rows
         return (auc if self.metric == "auc" else accuracy)(labels[known], got[known])
+
+
+def _finite(values: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+    """Which rows of `[n, …]` hold neither NaN nor infinity."""
+    finite: npt.NDArray[np.bool_] = np.isfinite(values.reshape(len(values), -1)).all(axis=1)
+    return finite
 
 
 @dataclass(frozen=True)

@@ -138,6 +138,15 @@ def calibrate(
         _prepare(exported, prepared)
         model = onnx.load(str(prepared))
         names = _activations(model)
+        if not names:
+            raise QuantizationError(
+                "the graph has nothing to calibrate",
+                stage="calibrate",
+                item=exported.artifact.metadata["model"],
+                expected=f"at least one of {', '.join(sorted(_CALIBRATED_OPS))}",
+                got=", ".join(sorted({node.op_type for node in model.graph.node})),
+                next_step="leave INT8 out for this model",
+            )
         shown = {output.name for output in model.graph.output}
         model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names if name not in shown)
         inputs = {spec.name for spec in exported.graph().inputs}
@@ -197,6 +206,8 @@ def _prepare(exported: ExportedModel, target: Any) -> None:
     settings.log_severity_level = 3
     onnxruntime.InferenceSession(str(exported.graph().path), settings, providers=["CPUExecutionProvider"])
     model = onnx.shape_inference.infer_shapes(onnx.load(str(target)))
+    for i, node in enumerate(model.graph.node):
+        node.name = node.name or f"unnamed_{i}"  # layers are left in float by name
     add_pre_process_metadata(model)  # tells the quantizer that this was done
     onnx.save(model, str(target))
 

@@ -162,7 +162,10 @@ def _quantize_one(calibration: Calibration, recipe: Int8Recipe, target: Path) ->
             calibration_cache_path=cache,
             extra_options=extra,
         )
-    made = list(onnx.load(str(target)).graph.node)
+    model = onnx.load(str(target))
+    _drop_pairs_before_float(model, nodes, frozenset(wanted))
+    onnx.save(model, str(target))
+    made = list(model.graph.node)
     pairs = sum(node.op_type == "QuantizeLinear" for node in made)
     if not pairs:
         raise QuantizationError(
@@ -178,3 +181,44 @@ def _quantize_one(calibration: Calibration, recipe: Int8Recipe, target: Path) ->
         "dequantize_nodes": sum(node.op_type == "DequantizeLinear" for node in made),
         "weighted_layers": sum(node.op_type in _WEIGHTED_OPS for node in nodes),
     }
+
+
+def _drop_pairs_before_float(model: Any, before: list[Any], quantized_ops: frozenset[str]) -> None:
+    """Remove each Q/DQ pair whose result no quantized operator reads; `before` are the nodes without any pairs.
+
+    The quantizer rounds the last layer's output too, although what follows (softmax, sigmoid, the caller)
+    computes in float: it gains no speed and turns close scores into ties. A pair that took over a Clip or Relu
+    (its range saturates instead) stays, or the activation would be gone.
+    """
+    maker_before = {name: node.op_type for node in before for name in node.output}
+    saturated = {name for node in before if node.op_type in ("Clip", "Relu") for name in node.input}
+    graph = model.graph
+    readers: dict[str, list[Any]] = {}
+    for node in graph.node:
+        for name in node.input:
+            readers.setdefault(name, []).append(node)
+    made_by = {name: node for node in graph.node for name in node.output}
+    results = {output.name for output in graph.output}
+    dropped: list[Any] = []
+    for dequantize in graph.node:
+        quantize_node = made_by.get(dequantize.input[0]) if dequantize.op_type == "DequantizeLinear" else None
+        if quantize_node is None or quantize_node.op_type != "QuantizeLinear":
+            continue
+        source, result = quantize_node.input[0], dequantize.output[0]
+        maker = made_by.get(source)
+        if maker is None or source in saturated or maker.op_type != maker_before.get(source):
+            continue
+        if len(readers[quantize_node.output[0]]) > 1 or any(
+            node.op_type in quantized_ops for node in readers.get(result, [])
+        ):
+            continue
+        if result in results:
+            maker.output[list(maker.output).index(source)] = result
+            for node in readers[source]:
+                node.input[:] = [result if name == source else name for name in node.input]
+        else:
+            for node in readers.get(result, []):
+                node.input[:] = [source if name == result else name for name in node.input]
+        dropped += [quantize_node, dequantize]
+    for node in dropped:
+        graph.node.remove(node)

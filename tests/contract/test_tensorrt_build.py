@@ -172,8 +172,19 @@ def test_the_graphs_that_this_project_exports_build(make: Any, tmp_path: Path) -
     assert build(make(tmp_path), tmp_path).nbytes > 0
 
 
-def test_a_uint8_input_must_be_cast_first(tmp_path: Path) -> None:
-    assert "first input has type UInt8" in refusal(image(tmp_path, cast_first=False), tmp_path)
+def test_bytes_that_are_transposed_before_their_cast_build_too(tmp_path: Path) -> None:
+    assert build(image(tmp_path, cast_first=False), tmp_path).inputs == image(tmp_path).inputs
+
+
+def test_a_uint8_input_that_is_never_cast_is_refused_in_the_parsers_words(tmp_path: Path) -> None:
+    graph = graph_of(
+        tmp_path,
+        [node("Flatten", ["x"], ["f"]), node("Cast", ["f"], ["y"], to=TensorProto.FLOAT)],
+        {},
+        [row("x", 4, dtype="uint8")],
+        [row("y", 4)],
+    )
+    assert "UINT8" in refusal(graph, tmp_path)
 
 
 @pytest.mark.parametrize("zero", [np.uint8(128), np.int8(3)])
@@ -257,9 +268,7 @@ def test_concurrent_builds_keep_their_messages_apart(tmp_path: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert {batch: text.count("Input dimensions are") for batch, text in texts.items()} == dict.fromkeys(
-        texts, 1
-    )
+    assert {batch: text.count("Input dimensions are") for batch, text in texts.items()} == dict.fromkeys(texts, 1)
     assert len(texts) == 16 and all(f"are [{batch},16]" in text for batch, text in texts.items())
 
 
@@ -297,9 +306,7 @@ def test_int8_needs_the_scheme_of_that_name(tmp_path: Path) -> None:
         ((runtime.cudaError_t.cudaSuccess, 1), "builds TensorRT engines but does not execute them yet"),
     ],
 )
-def test_loading_says_why_it_cannot(
-    answer: Any, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loading_says_why_it_cannot(answer: Any, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "cudaGetDeviceCount", lambda: answer)
     backend: Backend = get_backend("tensorrt_rtx")
     assert reason in (backend.runs_here() or "")
@@ -334,9 +341,7 @@ def names_used() -> set[str]:
 def is_recorded(chain: str, classes: dict[str, list[str]]) -> bool:
     first, *rest = chain.split(".")
     path = rest if first == "trt" else [CLASS_OF[first], *rest]
-    return path[0] in classes and all(
-        name in classes[path[0]] for name in path[1:2] if not name.startswith("__")
-    )
+    return path[0] in classes and all(name in classes[path[0]] for name in path[1:2] if not name.startswith("__"))
 
 
 def test_every_name_of_the_library_is_one_that_it_has() -> None:
