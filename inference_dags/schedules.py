@@ -15,7 +15,6 @@ def daily_job(pipeline: Pipeline) -> tuple[Any, Any]:
     job = dg.define_asset_job(
         f"{pipeline.name}_daily",
         selection=dg.AssetSelection.assets(pipeline.input_key, pipeline.key("predictions")),
-        partitions_def=pipeline.partitions,
         description=f"Land one day and score it with the {pipeline.name} plan in force.",
     )
     return job, dg.build_schedule_from_partitioned_job(

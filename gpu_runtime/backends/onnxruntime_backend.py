@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gpu_runtime.backends.protocol import EngineFile, EngineOptions, check_fits, describe
+from gpu_runtime.backends.protocol import EngineFile, EngineOptions, cannot_open, check_fits, describe
 from gpu_runtime.device.protocol import Array, Device, DeviceClass, Stream
 from gpu_runtime.errors import BuildError, EngineMismatchError
 from gpu_runtime.specs import Graph
@@ -65,7 +65,10 @@ class OnnxRuntimeEngine:
         settings.add_session_config_entry("session.intra_op.allow_spinning", "0")  # spinning starves decoding
         settings.log_severity_level = 3
         self.file, self.options = file, options
-        self._session: Any = onnxruntime.InferenceSession(str(file.path), settings, providers=[_PROVIDER])
+        try:
+            self._session: Any = onnxruntime.InferenceSession(str(file.path), settings, providers=[_PROVIDER])
+        except Exception as error:  # its own exceptions share no base class below Exception
+            raise cannot_open(file, error) from error
         used = self._session.get_providers()[0]
         if used != _PROVIDER:
             raise EngineMismatchError(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gpu_runtime.backends.protocol import EngineFile, EngineOptions, check_fits, describe
+from gpu_runtime.backends.protocol import EngineFile, EngineOptions, cannot_open, check_fits, describe
 from gpu_runtime.device.protocol import Array, Device, DeviceClass, Stream
 from gpu_runtime.errors import BuildError
 from gpu_runtime.specs import Graph, Precision
@@ -67,7 +67,10 @@ class OpenVinoEngine:
             "INFERENCE_NUM_THREADS": options.streams * options.threads,
             **_hint(file.precision),
         }
-        self._compiled: Any = openvino.Core().import_model(file.path.read_bytes(), _DEVICE, settings)
+        try:
+            self._compiled: Any = openvino.Core().import_model(file.path.read_bytes(), _DEVICE, settings)
+        except RuntimeError as error:
+            raise cannot_open(file, error) from error
 
     def create_context(self) -> OpenVinoContext:
         return OpenVinoContext(self._compiled.create_infer_request())

@@ -94,6 +94,9 @@ def describe(
     return file
 
 
+_REBUILD = "materialize engine, benchmark and serving_plan on this machine"
+
+
 def check_fits(file: EngineFile, backend_version: str, device_class: DeviceClass) -> None:
     """Raise `EngineMismatchError` unless `file` is whole and was built for this backend version and device."""
     found = file_digest(file.path) if file.path.is_file() else "no file"
@@ -109,8 +112,15 @@ def check_fits(file: EngineFile, backend_version: str, device_class: DeviceClass
                 item=file.key,
                 expected=expected,
                 got=got,
-                next_step="materialize engine, benchmark and serving_plan on this machine",
+                next_step=_REBUILD,
             )
+
+
+def cannot_open(file: EngineFile, error: Exception) -> EngineMismatchError:
+    """For an engine file that fits by its sidecar and that the library refuses all the same."""
+    return EngineMismatchError(
+        f"the library cannot open the engine: {error}", stage="load engine", item=file.key, next_step=_REBUILD
+    )
 
 
 class Context(Protocol):

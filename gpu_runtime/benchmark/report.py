@@ -23,7 +23,7 @@ from gpu_runtime.device.protocol import Device, DeviceClass
 from gpu_runtime.errors import GateError, InferenceError
 from gpu_runtime.executor.slots import allocate_slot
 from gpu_runtime.quality.gate import GatePolicy, Verdict, judge_accuracy, judge_speed
-from gpu_runtime.specs import Graph, digest_of, to_plain
+from gpu_runtime.specs import Graph, digest_of
 
 KIND = "benchmark"
 
@@ -301,13 +301,14 @@ def table_rows(report: BenchmarkReport) -> list[dict[str, Any]]:
                 "rows_per_s": round(best.rows_per_s, 1) if best else None,
                 "speedup": None if result.speedup is None else round(result.speedup, 2),
                 "size_kb": round(result.nbytes / 1024),
-                "gate": "passed" if result.verdict.passed else "refused: " + "; ".join(result.verdict.reasons),
+                "gate": _verdict_in_words(result),
             }
         )
     return rows
 
 
-def as_plain(report: BenchmarkReport) -> Mapping[str, Any]:
-    """The whole report as JSON types."""
-    plain: Mapping[str, Any] = to_plain(report.artifact.metadata)
-    return plain
+def _verdict_in_words(result: EngineResult) -> str:
+    if result.verdict.passed:
+        return "passed"
+    reasons = "; ".join(result.verdict.reasons)
+    return reasons if result.value is None else f"refused: {reasons}"

@@ -51,7 +51,7 @@ class ImageFolderSource:
         files = [
             FileFingerprint.of(path, folder)
             for path in sorted(folder.rglob("*"))
-            if path.suffix.lower() in _SUFFIXES and not path.name.startswith(".")
+            if path.suffix.lower() in _SUFFIXES and not path.name.startswith(".") and path.is_file()
         ]
         step = self.files_per_shard
         return DatasetPartition(

@@ -88,8 +88,9 @@ class _Flight:
 class StreamExecutor:
     """Runs batches through one engine on one device. Open it with `with`; buffers live as long.
 
-    `batch`: rows of the engine's shape. `slots`: batches on their way at once; at least one more than the
-    engine's streams, so that the next batch is decoded while every stream computes.
+    `batch`: rows of the engine's shape. `slots`: batches on their way at once; more than the engine's streams,
+    so that the next batch is decoded while every stream computes, and a multiple of them, because a slot
+    keeps its stream and a stream with more slots than another would get more batches.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class StreamExecutor:
         contexts = [engine.create_context() for _ in range(streams)]
         self._slots = [
             allocate_slot(engine.file, device, batch, contexts[i % streams], self._compute[i % streams])
-            for i in range(slots or streams + 2)
+            for i in range(slots or max(3, 2 * streams))
         ]
         self._pool = DecodePool(decode_workers or usable_cores())
         # One batch's copies and computation are queued as a whole: a failure skips up to the next event,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,6 +109,8 @@ class TorchModel:
         import onnx
         import torch
 
+        # It warns once for each torchvision operator wherever torchvision is not installed.
+        logging.getLogger("torch.onnx._internal.exporter._registration").setLevel(logging.ERROR)
         spec, batch = self._spec, min(2, self._spec.max_batch)
         rows = synthetic_rows(spec.module_inputs(), batch, seed=0)
         axis = torch.export.Dim(_BATCH, min=1, max=max(2, spec.max_batch))

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from gpu_runtime.artifacts import file_digest
-from gpu_runtime.errors import PublicationConflictError
+from gpu_runtime.errors import PublicationConflictError, SpecError
 from gpu_runtime.predictions.quarantine import append_quarantine, read_quarantine
 from gpu_runtime.predictions.receipts import Receipt, ReceiptStore
 from gpu_runtime.specs import TensorSpec, digest_of
@@ -109,7 +109,8 @@ class PredictionTable:
 
         `previous` is `current_publication(day)` as read before the first shard. Quarantined rows and the run
         report are written first, under the new id; nobody counts them unless the day's commit names it.
-        Raises `PublicationConflictError` when another run published the day meanwhile.
+        Raises `PublicationConflictError` when another run published the day meanwhile. Columns that the table
+        lacks are added to it; one that it holds with another type raises `SpecError`.
         """
         from deltalake import CommitProperties, DeltaTable
         from deltalake.exceptions import CommitFailedError
@@ -148,7 +149,7 @@ class PredictionTable:
                 table.create_write_transaction(
                     actions,
                     mode="overwrite",
-                    schema=table.schema(),
+                    schema=_widened(table, schema, day),
                     partition_by=["date"],
                     partition_filters=[("date", "=", day)],
                     commit_properties=CommitProperties(
@@ -237,6 +238,26 @@ def _publication(table: Any, day: str) -> str | None:
             "the day holds two publications at once", stage="publish", item=day, got=", ".join(sorted(found))
         )
     return next(iter(found), None)
+
+
+def _widened(table: Any, schema: PredictionSchema, day: str) -> Any:
+    """The table's columns and behind them the declared ones that it lacks; others would be lost in silence."""
+    from deltalake import Schema
+
+    held = {field.name: field.type for field in table.schema().fields}
+    declared = Schema.from_arrow(schema.arrow()).fields
+    changed = [field for field in declared if held.get(field.name, field.type) != field.type]
+    if changed:
+        raise SpecError(
+            "the table holds a column of this name with another type",
+            stage="publish",
+            item=f"{day}, {changed[0].name!r}",
+            expected=str(held[changed[0].name]),
+            got=str(changed[0].type),
+            next_step="give the output another name, or move the old table away; the day's shards are kept",
+        )
+    added = [field for field in declared if field.name not in held]
+    return Schema([*table.schema().fields, *added]) if added else table.schema()
 
 
 class ShardWriter:

@@ -88,7 +88,8 @@ def choose_plan(model: str, version: str, report: BenchmarkReport) -> ServingPla
             "no engine passed the gate",
             stage="serving plan",
             item=model,
-            expected=f"{report.policy.metric} within {report.policy.max_drop:g} of {report.reference:.4f}",
+            expected=f"{report.policy.metric} within {report.policy.max_drop:g} of {report.reference:.4f}"
+            + (f" and at least {report.policy.min_value:g}" if report.policy.min_value is not None else ""),
             got="; ".join(f"{r.engine}: {', '.join(r.verdict.reasons)}" for r in report.results),
             next_step="the plan in force stays; change the INT8 recipes or the gate and materialize again",
         )

@@ -23,13 +23,15 @@ class GatePolicy:
     `metric`: `auc` and `top1` need labels; `agreement` compares first choices with FP32 and needs none.
     `output`: the output the metric reads. `max_drop`: how far below the FP32 reference the metric may fall
     (for `agreement`, whose reference is 1: how large a share of rows may change). `min_speedup`: rows per
-    second of a reduced-precision engine ÷ the best FP32 engine, measured in the same run.
+    second of a reduced-precision engine ÷ the best FP32 engine, measured in the same run. `min_value`: what the
+    metric must reach whatever the reference says, so that a badly trained model does not serve in any precision.
     """
 
     metric: Metric
     output: str
     max_drop: float
     min_speedup: float = 1.0
+    min_value: float | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.max_drop < 1 or self.min_speedup < 0:
@@ -63,7 +65,7 @@ class GatePolicy:
 
 def _finite(values: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
     """Which rows of `[n, …]` hold neither NaN nor infinity."""
-    finite: npt.NDArray[np.bool_] = np.isfinite(values.reshape(len(values), -1)).all(axis=1)
+    finite: npt.NDArray[np.bool_] = np.isfinite(values).all(axis=tuple(range(1, values.ndim)))
     return finite
 
 
@@ -76,7 +78,7 @@ class Verdict:
 
 
 def judge_accuracy(policy: GatePolicy, value: float, reference: float) -> Verdict:
-    floor = reference - policy.max_drop
+    floor = max(reference - policy.max_drop, -math.inf if policy.min_value is None else policy.min_value)
     if math.isfinite(value) and value >= floor:
         return Verdict(True)
     return Verdict(False, (f"{policy.metric} {value:.4f} is below {floor:.4f}",))

@@ -26,8 +26,10 @@ def auc(labels: npt.NDArray[Any], scores: npt.NDArray[Any]) -> float:
 
 def agreement(reference: npt.NDArray[Any], got: npt.NDArray[Any]) -> float:
     """Share of rows whose first choice is the reference's. Both `[n]` or `[n, k]`, best first."""
+    if not len(reference):
+        return float("nan")
     first, other = (values.reshape(len(values), -1)[:, 0] for values in (reference, got))
-    return float(np.mean(first == other)) if len(first) else float("nan")
+    return float(np.mean(first == other))
 
 
 def accuracy(labels: npt.NDArray[Any], got: npt.NDArray[Any]) -> float:

@@ -329,7 +329,7 @@ def predictions(pipeline: Pipeline) -> dg.AssetsDefinition:
             pipeline.schema(plan.engine_file(artifacts.store()).outputs),
             predictions.table(pipeline.name),
             pipeline.scoring,
-            context.run_id,
+            context.run.run_id,
         )
         done, failed = _collect(context, key, days)
         if failed:

@@ -96,6 +96,7 @@ class GateSettings(Settings):
     output: str
     max_drop: float
     min_speedup: float = 1.0
+    min_value: float | None = None
     rows: RowsSettings
 
 
@@ -154,7 +155,7 @@ class InferencePipeline(dg.Component, dg.Model, dg.Resolvable):
                 Int8Recipe(one.scheme, one.percentile, one.keep_first_float, one.per_channel) for one in self.int8
             ),
             backends=tuple(self.backends),
-            gate=GatePolicy(gate.metric, gate.output, gate.max_drop, gate.min_speedup),
+            gate=GatePolicy(gate.metric, gate.output, gate.max_drop, gate.min_speedup, gate.min_value),
             gate_rows=_rows(gate.rows),
             sweep=Sweep(**{**dict(self.benchmark), "batches": tuple(self.benchmark.batches)}),
             scoring=ScoringPolicy(self.max_quarantined_fraction),

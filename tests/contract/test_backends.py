@@ -359,7 +359,7 @@ def test_a_broken_graph_is_refused_in_the_library_s_words_and_leaves_no_file(
 ) -> None:
     graph = dense(tmp_path)
     BROKEN[fault](graph)
-    with pytest.raises(BuildError, match="refused the graph: .+") as caught:
+    with pytest.raises(BuildError, match=r"refused the graph: .+") as caught:
         build(backend, graph, device)
     assert (caught.value.stage, caught.value.item) == ("build engine", f"{backend.name}:fp32")
     assert caught.value.__cause__ is not None

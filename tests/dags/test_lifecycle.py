@@ -1,0 +1,178 @@
+"""The lifecycle in Dagster, asset by asset, on a small real model."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+import dagster as dg
+import pytest
+
+from gpu_runtime.promotion.store import PromotionStore
+
+DAY = "2026-01-03"
+
+
+def key(asset: str) -> dg.AssetKey:
+    return dg.AssetKey(["tiny", asset])
+
+
+def test_a_day_is_scored_and_every_row_is_accounted_for(promoted: Any) -> None:
+    promoted.write_day(DAY, null_rows=3)
+    result = promoted.materialize("rows", "predictions", day=DAY)
+    assert result.success
+    assert len(promoted.table().read_day(DAY)) == 197
+    quarantine = promoted.table().read_quarantine(DAY)
+    assert list(quarantine["row_key"]) == [f"{DAY}-0", f"{DAY}-1", f"{DAY}-2"]
+    assert set(quarantine["reason"]) == {"column 'a' is null"}
+    metadata = promoted.metadata("predictions")
+    assert metadata["dagster/row_count"] == 197 and metadata["quarantined"] == 3 and metadata["rows_in"] == 200
+    (check,) = (e for e in result.get_asset_check_evaluations() if e.check_name == "row_accounting")
+    assert check.passed
+
+
+def test_data_version_is_the_content_digest_and_nothing_is_pickled(promoted: Any) -> None:
+    for asset, kind in (("onnx_model", "onnx_model"), ("engine", "engine"), ("benchmark", "benchmark")):
+        event = promoted.instance.get_latest_materialization_event(key(asset)).asset_materialization
+        digest = event.metadata["digest"].value
+        assert event.tags["dagster/data_version"] == digest
+        assert (promoted.home / "artifacts" / "objects" / kind / digest / "manifest.json").is_file()
+
+
+def test_a_range_of_days_is_one_run_with_an_event_for_each_day(promoted: Any) -> None:
+    for day in ("2026-01-04", "2026-01-05"):
+        promoted.write_day(day)
+    result = promoted.materialize("rows", "predictions", days=("2026-01-03", "2026-01-05"))
+    assert result.success
+    counts = promoted.instance.get_materialized_partitions(key("predictions"))
+    assert counts == {"2026-01-03", "2026-01-04", "2026-01-05"}
+    assert all(len(promoted.table().read_day(day)) == 200 for day in counts)
+
+
+def test_a_bad_day_does_not_cost_the_good_ones(promoted: Any, failure_text: Any) -> None:
+    promoted.write_day("2026-01-04", null_rows=150)
+    promoted.write_day("2026-01-05")
+    result = promoted.materialize("predictions", days=("2026-01-03", "2026-01-05"))
+    assert not result.success
+    assert "1 of 3 days were not published" in failure_text(result)
+    assert "column 'a' is null (150 rows)" in failure_text(result)
+    published = promoted.instance.get_materialized_partitions(key("predictions"))
+    assert published == {"2026-01-03", "2026-01-05"}
+    assert promoted.table().current_publication("2026-01-04") is None
+
+
+def test_without_a_plan_predictions_refuse_and_say_what_to_do(project: Any, failure_text: Any) -> None:
+    result = project.materialize("predictions", day=DAY)
+    assert not result.success
+    assert "no serving plan for this device" in failure_text(result)
+    assert "materialize tiny/benchmark and tiny/serving_plan" in failure_text(result)
+
+
+def test_a_failed_gate_leaves_no_plan_and_blocks_what_is_downstream(project: Any, failure_text: Any) -> None:
+    project.settings["gate"]["min_value"] = 0.999
+    for asset in ("onnx_model", "calibration", "int8_model", "engine"):
+        assert project.materialize(asset).success
+    both = project.materialize("benchmark", "serving_plan")
+    assert not both.success
+    (gate,) = (e for e in both.get_asset_check_evaluations() if e.check_name == "gate")
+    assert not gate.passed
+    assert not both.asset_materializations_for_node("tiny__serving_plan")
+    # The benchmark stays materialized, so the plan asset alone has to refuse as well.
+    alone = project.materialize("serving_plan")
+    assert not alone.success and "no engine passed the gate" in failure_text(alone)
+    scoring = project.materialize("predictions", day=DAY)
+    assert not scoring.success and "no serving plan" in failure_text(scoring)
+
+
+def test_a_failed_gate_keeps_the_plan_in_force(promoted: Any) -> None:
+    promoted.settings["gate"]["min_value"] = 0.999
+    assert not promoted.materialize("benchmark").success
+    assert not promoted.materialize("serving_plan").success
+    assert promoted.materialize("predictions", day=DAY).success
+
+
+def test_int8_that_is_not_faster_is_refused_and_fp32_serves(project: Any) -> None:
+    project.settings["gate"]["min_speedup"] = 1000
+    project.lifecycle()
+    assert project.metadata("serving_plan")["engine"].endswith(":fp32")
+
+
+def test_an_unchanged_plan_keeps_its_number_and_its_data_version(promoted: Any) -> None:
+    before = promoted.metadata("serving_plan")
+    assert promoted.materialize("serving_plan").success
+    after = promoted.metadata("serving_plan")
+    assert (before["promotion"], before["digest"]) == (after["promotion"], after["digest"]) == (1, before["digest"])
+    store = PromotionStore(promoted.home / "artifacts")
+    assert len(list((store.root / "promotions" / "tiny").rglob("*.json"))) == 1
+
+
+def test_an_instance_that_knows_nothing_finds_artifacts_by_their_recipe(promoted: Any) -> None:
+    with dg.DagsterInstance.ephemeral() as empty:
+        for asset in ("calibration", "int8_model", "engine", "benchmark", "serving_plan"):
+            assert promoted.materialize(asset, instance=empty).success, asset
+        assert promoted.materialize("predictions", day=DAY, instance=empty).success
+
+
+def test_a_stage_whose_input_was_never_made_names_the_asset_to_materialize(project: Any, failure_text: Any) -> None:
+    result = project.materialize("int8_model")
+    assert not result.success
+    assert "materialize tiny/onnx_model" in failure_text(result)
+
+
+def test_a_day_without_a_folder_is_a_clear_error(promoted: Any, failure_text: Any) -> None:
+    result = promoted.materialize("rows", day="2026-01-20")
+    assert not result.success and "the day has no folder" in failure_text(result)
+
+
+def test_a_day_without_rows_is_published_empty(promoted: Any) -> None:
+    (promoted.home / "data" / "rows" / "2026-01-06").mkdir()
+    result = promoted.materialize("rows", "predictions", day="2026-01-06")
+    assert result.success
+    assert promoted.table().read_day("2026-01-06").empty
+    assert promoted.table().current_publication("2026-01-06") is not None
+
+
+def test_a_row_lost_between_reading_and_publishing_fails_the_check(promoted: Any, monkeypatch: Any) -> None:
+    from gpu_runtime import scoring
+
+    write = scoring.Scorer._write
+
+    def forgetful(self: Any, shard: Any, scored: Any) -> None:
+        if scored.batch.start > 0:
+            write(self, shard, scored)
+
+    monkeypatch.setattr(scoring.Scorer, "_write", forgetful)
+    result = promoted.materialize("predictions", day=DAY)
+    assert not result.success
+    (check,) = (e for e in result.get_asset_check_evaluations() if e.check_name == "row_accounting")
+    assert not check.passed and check.metadata["days_with_a_difference"].value == [DAY]
+
+
+def test_the_tick_of_a_night_asks_for_the_day_before_and_only_for_scoring(project: Any) -> None:
+    definitions = project.definitions()
+    schedule = definitions.resolve_schedule_def("tiny_nightly")
+    repository = definitions.get_repository_def()
+    at = datetime.datetime(2026, 1, 10, 2, 0, tzinfo=datetime.UTC)
+    tick = schedule.evaluate_tick(dg.build_schedule_context(scheduled_execution_time=at, repository_def=repository))
+    assert [request.partition_key for request in tick.run_requests or []] == ["2026-01-09"]
+    job = definitions.resolve_job_def("tiny_daily")
+    assert {k.path[-1] for k in job.asset_layer.executable_asset_keys} == {"rows", "predictions"}
+
+
+@pytest.mark.parametrize("asset", ["engine", "benchmark", "predictions"])
+def test_what_touches_a_device_waits_for_the_gpu_pool(project: Any, asset: str) -> None:
+    graph = project.definitions().resolve_asset_graph()
+    (definition,) = (a for a in graph.assets_defs if key(asset) in a.keys)
+    assert definition.op.pool == "gpu"
+    assert graph.get(key("predictions")).backfill_policy == dg.BackfillPolicy.single_run()
+
+
+def test_benchmark_shows_a_table_and_a_plot_that_the_ui_draws_in_place(promoted: Any) -> None:
+    metadata = promoted.metadata("benchmark")
+    engines = (
+        {record.data["engine"] for record in metadata["engines"].records}
+        if hasattr(metadata["engines"], "records")
+        else {record.data["engine"] for record in metadata["engines"]}
+    )
+    assert engines == {f"{b}:{v}" for b in ("onnxruntime", "openvino") for v in ("fp32", "int8-vnni-minmax")}
+    assert metadata["rows_per_s"].startswith("![") and len(metadata["rows_per_s"]) < 1000

@@ -1,0 +1,669 @@
+"""The ring's order, bounds and failure contract, on the CPU as a device, with gates instead of luck."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gpu_runtime.datasets.partition import RowFailure
+from gpu_runtime.device.host import HostDevice
+from gpu_runtime.errors import DeviceError, RowError
+from gpu_runtime.executor.failures import is_out_of_memory
+from gpu_runtime.executor.pipeline import Batch
+
+GATE_S = 5.0  # a gate that stays shut this long is a defect, and the test says which
+
+
+class Broken(Exception):
+    pass
+
+
+def refuse_rows(*bad: int) -> Any:
+    """An engine's or decoder's hook that fails on certain ids."""
+
+    def during(ids: Any) -> None:
+        if set(bad) & set(ids if isinstance(ids, list) else [ids]):
+            raise Broken("a cell's value that nobody may see")
+
+    return during
+
+
+def unreadable(*bad: int) -> Any:
+    def during(id: int) -> None:
+        if id in bad:
+            raise RowError("decode", "not a whole row")
+
+    return during
+
+
+class Gates:
+    """One event for each key; waiting for one that nobody opens is an error."""
+
+    def __init__(self) -> None:
+        self._events: defaultdict[Any, threading.Event] = defaultdict(threading.Event)
+
+    def open(self, key: Any) -> None:
+        self._events[key].set()
+
+    def wait(self, key: Any) -> None:
+        assert self._events[key].wait(GATE_S), f"nobody opened {key!r}"
+
+
+# --- order, shards, padding
+
+
+@pytest.mark.parametrize(("slots", "streams"), [(2, 1), (4, 2), (7, 3)])
+def test_order_out_is_order_in_though_decoders_finish_the_other_way_round(
+    bench: Any, shard: Any, record: Any, slots: int, streams: int
+) -> None:
+    gates, ids, written = Gates(), list(range(48)), record()
+
+    def decode(id: int) -> None:
+        batch, row = divmod(id, 4)
+        if row == 0 and batch % 2 == 0:  # an even batch's first piece ends after the whole odd batch behind it
+            gates.wait(("decoded", 4 * (batch + 1) + 3))
+        gates.open(("decoded", id))
+
+    bench(slots=slots, streams=streams).run([shard(ids, decode)], written)
+    assert written.ids == ids and written.right and not written.failures
+    assert written.spans == [(0, start, start + 4) for start in range(0, 48, 4)]
+
+
+def test_order_out_is_order_in_though_streams_finish_the_other_way_round(bench: Any, shard: Any, record: Any) -> None:
+    gates, ids, written = Gates(), list(range(40)), record()
+
+    def compute(seen: list[int]) -> None:
+        batch = seen[0] // 4
+        if batch % 2 == 0:
+            gates.wait(("computed", batch + 1))
+        gates.open(("computed", batch))
+
+    bench(slots=4, streams=2, during=compute).run([shard(ids)], written)
+    assert written.ids == ids and written.right
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3, 4, 5, 8, 11])
+def test_the_last_batch_is_padded_for_the_engine_and_sliced_for_the_writer(
+    bench: Any, shard: Any, record: Any, rows: int
+) -> None:
+    opened, ids, written = bench(), list(range(100, 100 + rows)), record()
+    stats = opened.run([shard(ids)], written)
+    assert written.ids == ids and written.right
+    padded = -rows % 4
+    assert (stats.rows, stats.batches, stats.padded_rows) == (rows, -(-rows // 4), padded)
+    for batch in opened.engine.seen[:-1]:
+        assert 0 not in batch
+    if padded:  # with a value inside the declared range: the engine refuses anything else
+        assert opened.engine.seen[-1][-padded:] == [0] * padded
+
+
+def test_nothing_of_an_earlier_batch_is_left_in_the_padding(bench: Any, shard: Any, record: Any) -> None:
+    opened = bench(slots=1)
+    opened.run([shard([7, 8, 9, 10]), shard([11])], record())
+    assert opened.engine.seen == [[7, 8, 9, 10], [11, 0, 0, 0]]
+
+
+def test_batches_never_cross_shards(bench: Any, shard: Any, record: Any) -> None:
+    shards, written = [shard(range(6)), shard(range(10, 11)), shard([]), shard(range(20, 28))], record()
+    stats = bench().run(shards, written)
+    assert written.spans == [(0, 0, 4), (0, 4, 6), (1, 0, 1), (3, 0, 4), (3, 4, 8)]
+    assert written.ids == [*range(6), 10, *range(20, 28)] and written.right
+    assert (stats.rows, stats.batches, stats.padded_rows) == (15, 5, 5)
+
+
+def test_the_ring_does_not_drain_at_a_shard_s_border(bench: Any, shard: Any, record: Any) -> None:
+    """Every batch computes only once the next one is decoded, the next shard's first one included."""
+    gates, ids = Gates(), list(range(24))
+
+    def compute(seen: list[int]) -> None:
+        if seen[0] + 4 in ids:
+            gates.wait(("decoded", seen[0] + 4))
+
+    written = record()
+    shards = [shard(ids[start : start + 8], lambda id: gates.open(("decoded", id))) for start in (0, 8, 16)]
+    bench(slots=2, during=compute).run(shards, written)
+    assert written.ids == ids and not written.failures
+
+
+@pytest.mark.parametrize("streams", [1, 2, 3, 5])
+def test_every_stream_computes_at_once(bench: Any, shard: Any, record: Any, streams: int) -> None:
+    """With the slots that the executor chooses, the streams get their batches in turn."""
+    together, written = threading.Barrier(streams), record()
+    opened = bench(slots=None, streams=streams, during=lambda ids: together.wait(GATE_S))
+    opened.run([shard(range(16 * streams))], written)
+    assert written.ids == list(range(16 * streams)) and not written.failures
+
+
+# --- bounds
+
+
+class CountingDevice(HostDevice):
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocations = 0
+
+    def pinned(self, nbytes: int) -> Any:
+        self.allocations += 1
+        return super().pinned(nbytes)
+
+
+@pytest.mark.parametrize("slots", [1, 2, 5])
+def test_a_slow_writer_holds_the_source_back_and_nothing_is_allocated(
+    bench: Any, shard: Any, record: Any, settled: Any, slots: int
+) -> None:
+    device, started, finished, in_flight = CountingDevice(), set(), 0, []
+    opened = bench(slots=slots, device=device)
+    allocated = device.allocations
+
+    def write(scored: Any) -> None:
+        nonlocal finished
+        expected = min(slots, 12 - finished)
+        assert settled(lambda: len(started) - finished >= expected), "the ring does not fill"
+        time.sleep(0.003)  # time enough for one batch too many
+        in_flight.append(len(started) - finished)
+        finished += 1
+
+    opened.run([shard(range(48), lambda id: started.add(id // 4))], record(write))
+    assert allocated == slots * 4  # two inputs and two outputs a slot
+    assert device.allocations == allocated
+    assert max(in_flight) == slots and finished == 12
+
+
+def test_the_source_is_asked_for_one_batch_ahead_of_the_ring_at_most(bench: Any, shard: Any, record: Any) -> None:
+    opened, taken, lead = bench(slots=2), 0, []
+    rows = shard(range(40))
+
+    def source() -> Iterator[Batch]:
+        nonlocal taken
+        for batch in opened.executor.batches(0, rows):
+            taken += 1
+            yield batch
+
+    def write(scored: Any) -> None:
+        time.sleep(0.002)
+        lead.append(taken - scored.batch.start // 4)
+
+    opened.run_source(source(), record(write))
+    assert max(lead) <= 3
+
+
+@pytest.mark.parametrize("batch", [0, 9])
+def test_a_batch_size_that_the_engine_cannot_take_is_refused(bench: Any, batch: int) -> None:
+    opened = bench()
+    with pytest.raises(ValueError, match="batch must be 1 … 8"):
+        type(opened.executor)(opened.engine, opened.device, batch=batch)
+
+
+@pytest.mark.parametrize("slots", [0, -1])
+def test_a_ring_without_slots_is_refused_instead_of_waiting_forever(bench: Any, slots: int) -> None:
+    with pytest.raises(ValueError, match="slots must be at least 1"):
+        bench(slots=slots)
+
+
+# --- clause 1: rows that cannot be read
+
+
+def test_an_unreadable_row_leaves_a_hole_and_the_others_are_scored(bench: Any, shard: Any, record: Any) -> None:
+    opened, written = bench(), record()
+    stats = opened.run([shard(range(10, 21), unreadable(12, 20))], written)
+    assert written.ids == [i for i in range(10, 21) if i not in (12, 20)] and written.right
+    assert written.failures == {
+        12: RowFailure(2, "decode", "not a whole row", "RowError"),
+        20: RowFailure(2, "decode", "not a whole row", "RowError"),
+    }
+    assert opened.engine.seen == [[10, 11, 0, 13], [14, 15, 16, 17], [18, 19, 0, 0]]
+    assert stats.rows == 11  # rows in = rows scored + rows reported
+
+
+def test_a_batch_of_nothing_but_holes_goes_on(bench: Any, shard: Any, record: Any) -> None:
+    written = record()
+    bench().run([shard(range(12), unreadable(*range(4, 8)))], written)
+    assert written.ids == [*range(4), *range(8, 12)] and written.right
+    assert sorted(written.failures) == [4, 5, 6, 7]
+
+
+def test_a_row_that_two_pieces_report_is_reported_once(bench: Any, shard: Any, record: Any) -> None:
+    rows, written = shard(range(4)), record()
+    whole = rows.pieces
+
+    def pieces(start: int, stop: int, staging: Any) -> Any:
+        second = [RowFailure(3, "input", "second", "ValueError"), RowFailure(1, "input", "other", "ValueError")]
+        return [*whole(start, stop, staging), lambda: [RowFailure(3, "input", "first", "ValueError")], lambda: second]
+
+    rows.pieces = pieces
+    bench().run([rows], written)
+    assert written.ids == [0, 2]
+    assert {id: failure.reason for id, failure in written.failures.items()} == {1: "other", 3: "first"}
+
+
+# --- clause 2: batches that the engine fails on
+
+
+@pytest.mark.parametrize("bad", [(5,), (4, 7), (4, 5, 6), (4, 5, 6, 7), (0, 5, 10)], ids=str)
+@pytest.mark.parametrize("streams", [1, 2])
+def test_the_engine_s_bad_rows_are_found_and_the_rest_is_scored(
+    bench: Any, shard: Any, record: Any, bad: tuple[int, ...], streams: int
+) -> None:
+    opened, written = bench(slots=streams + 1, streams=streams, during=refuse_rows(*bad)), record()
+    rows = shard(range(1, 20)) if 0 not in bad else shard([20, *range(1, 20)])
+    opened.engine.during = refuse_rows(*(20 if i == 0 else i for i in bad))
+    stats = opened.run([rows], written)
+    failed = {20 if i == 0 else i for i in bad}
+    assert set(written.failures) == failed
+    assert written.ids == [i for i in rows.ids if i not in failed] and written.right
+    for failure in written.failures.values():
+        assert (failure.stage, failure.reason, failure.exception) == (
+            "engine",
+            "the engine failed on this row",
+            "Broken",
+        )
+    assert stats.rows == len(rows.ids)
+    opened.assert_idle_and_usable(rows)
+
+
+def test_what_the_engine_raises_while_a_batch_is_queued_is_bisected_as_well(
+    bench: Any, shard: Any, record: Any
+) -> None:
+    """And what it had launched before it raised is over before the slot is used again."""
+    opened, written = bench(), record()
+    for raises in ("queueing", "queued"):  # before the launch, after it
+        calls = 0
+
+        def fail_once(raises: str = raises) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == 2:
+                raise Broken
+
+        setattr(opened.engine, raises, fail_once)
+        opened.run([shard(range(1, 17))], written)
+        setattr(opened.engine, raises, lambda: None)
+    assert written.ids == [*range(1, 17)] * 2 and written.right and not written.failures
+    opened.assert_idle_and_usable()
+
+
+def test_every_batch_refused_while_queueing_is_reported_row_by_row(bench: Any, shard: Any, record: Any) -> None:
+    def refuse() -> None:
+        raise Broken
+
+    opened, written = bench(queueing=refuse), record()
+    opened.run([shard(range(1, 7))], written)
+    assert written.ids == [] and sorted(written.failures) == [1, 2, 3, 4, 5, 6]
+    opened.assert_idle_and_usable()
+
+
+def test_a_failure_that_does_not_come_back_costs_no_row(bench: Any, shard: Any, record: Any) -> None:
+    once, written = iter([Broken("a hiccup")]), record()
+
+    def hiccup(ids: list[int]) -> None:
+        if 6 in ids and (error := next(once, None)):
+            raise error
+
+    bench(during=hiccup).run([shard(range(1, 13))], written)
+    assert written.ids == list(range(1, 13)) and written.right
+
+
+def test_holes_and_bad_rows_of_one_batch_are_each_reported_with_their_own_reason(
+    bench: Any, shard: Any, record: Any
+) -> None:
+    written = record()
+    bench(during=refuse_rows(3)).run([shard(range(1, 5), unreadable(2))], written)
+    assert written.ids == [1, 4] and written.right
+    assert {id: failure.stage for id, failure in written.failures.items()} == {2: "decode", 3: "engine"}
+
+
+def test_a_failing_batch_of_holes_alone_is_not_retried_and_adds_no_reason(bench: Any, shard: Any, record: Any) -> None:
+    opened, written = bench(during=refuse_rows(0)), record()
+    opened.run([shard(range(1, 5), unreadable(1, 2, 3, 4))], written)
+    assert {failure.stage for failure in written.failures.values()} == {"decode"}
+    assert len(opened.engine.seen) == 1
+
+
+def test_a_failing_batch_does_not_spoil_the_batches_queued_behind_it(bench: Any, shard: Any, record: Any) -> None:
+    """They share its stream, and are on it before the failing one is looked at."""
+    gates, written = Gates(), record()
+    opened = bench(slots=4)
+
+    def compute(ids: list[int]) -> None:
+        if 2 in ids:
+            gates.wait("behind")  # the batches behind are decoded, so queued or about to be
+            raise Broken
+
+    opened.engine.during = compute
+    opened.run([shard(range(1, 33), lambda id: gates.open("behind") if id == 13 else None)], written)
+    assert set(written.failures) == {2}
+    assert written.ids == [i for i in range(1, 33) if i != 2] and written.right
+
+
+OUT_OF_MEMORY = [
+    RuntimeError(
+        "[ONNXRuntimeError] : 6 : RUNTIME_EXCEPTION : Failed to allocate memory for requested buffer of size 9"
+    ),
+    RuntimeError("BFCArena::AllocateRawInternal Available memory of 8 is smaller than requested bytes of 9"),
+    RuntimeError("CUDA failure 2: out of memory ; GPU=0 ; hostname=host"),
+    RuntimeError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 15.00 GiB"),
+    RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes. Error code 12"),
+    RuntimeError("CUDA_ERROR_OUT_OF_MEMORY: the API call failed"),
+    RuntimeError("cudaErrorMemoryAllocation"),
+    RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)"),
+    RuntimeError("CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+    RuntimeError("std::bad_alloc"),
+    OSError(12, "Cannot allocate memory"),
+    MemoryError(),
+]
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda error: str(error)[:30] or "MemoryError")
+def test_out_of_memory_ends_the_run_and_is_no_row_s_fault(
+    bench: Any, shard: Any, record: Any, error: Exception
+) -> None:
+    def compute(ids: list[int]) -> None:
+        if 6 in ids:
+            raise error
+
+    opened, written = bench(during=compute), record()
+    with pytest.raises(
+        DeviceError, match=r"out of memory while running a batch.*Next: choose a smaller batch"
+    ) as caught:
+        opened.run([shard(range(1, 17))], written)
+    assert caught.value.__cause__ is error
+    assert written.ids == [1, 2, 3, 4] and not written.failures
+    opened.assert_idle_and_usable()
+
+
+def test_out_of_memory_that_shows_only_while_bisecting_ends_the_run_too(bench: Any, shard: Any, record: Any) -> None:
+    def compute(ids: list[int]) -> None:
+        if 6 in ids:
+            raise Broken if 8 in ids else MemoryError
+
+    opened, written = bench(during=compute), record()
+    with pytest.raises(DeviceError, match="out of memory"):
+        opened.run([shard(range(1, 17))], written)
+    assert written.ids == [1, 2, 3, 4] and not written.failures
+    opened.assert_idle_and_usable()
+
+
+@pytest.mark.parametrize("words", ["shape mismatch", "memory pattern disabled", "index out of range", "allocate"])
+def test_other_words_are_not_out_of_memory(words: str) -> None:
+    assert not is_out_of_memory(RuntimeError(words))
+
+
+# --- clause 3: outputs that are not finite
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_row_whose_output_is_not_finite_is_reported(bench: Any, shard: Any, record: Any, value: float) -> None:
+    def spoil(ids: list[int], outputs: Any) -> None:
+        for row, id in enumerate(ids):
+            if id in (0, 3, 9):  # 0: the padded rows, which concern nobody
+                outputs["y"][row, 1] = value
+
+    written = record()
+    bench(spoil=spoil).run([shard(range(1, 11))], written)
+    assert written.ids == [i for i in range(1, 11) if i not in (3, 9)] and written.right
+    assert sorted(written.failures) == [3, 9]
+    assert written.failures[3] == RowFailure(2, "output", "output 'y' is not finite", "FloatingPointError")
+
+
+def test_outputs_are_looked_at_after_a_rescue_as_well(bench: Any, shard: Any, record: Any) -> None:
+    def spoil(ids: list[int], outputs: Any) -> None:
+        outputs["y"][[row for row, id in enumerate(ids) if id == 4], 0] = np.nan
+
+    written = record()
+    bench(during=refuse_rows(3), spoil=spoil).run([shard(range(1, 9), unreadable(1))], written)
+    assert written.ids == [2, 5, 6, 7, 8] and written.right
+    stages = {id: failure.stage for id, failure in written.failures.items()}
+    assert stages == {1: "decode", 3: "engine", 4: "output"}
+
+
+# --- clauses 4, 5 and 6: runs that end early
+
+
+@pytest.mark.parametrize("error", [Broken("decoder"), MemoryError(), SystemExit(2)], ids=["own", "memory", "exit"])
+def test_a_decoder_s_foreign_exception_ends_the_run(bench: Any, shard: Any, record: Any, error: BaseException) -> None:
+    def decode(id: int) -> None:
+        if id == 10:
+            raise error
+
+    opened, rows, written = bench(), shard(range(1, 33), decode), record()
+    with pytest.raises(type(error)) as caught:
+        opened.run([rows], written)
+    assert caught.value is error
+    assert written.ids == list(range(1, 9)) and written.right and not written.failures
+    opened.assert_idle_and_usable(rows)
+
+
+@pytest.mark.parametrize("error", [Broken("source"), SystemExit(2)], ids=["own", "exit"])
+def test_a_source_that_raises_ends_the_run_after_the_batches_it_gave(
+    bench: Any, shard: Any, record: Any, error: BaseException
+) -> None:
+    opened, rows, written = bench(), shard(range(1, 33)), record()
+
+    def source() -> Iterator[Batch]:
+        for number, batch in enumerate(opened.executor.batches(0, rows)):
+            if number == 5:
+                raise error
+            yield batch
+
+    with pytest.raises(type(error)) as caught:
+        opened.run_source(source(), written)
+    assert caught.value is error
+    assert written.ids == list(range(1, 21)) and written.right
+    opened.assert_idle_and_usable(rows)
+
+
+def test_a_shard_that_raises_while_it_cuts_pieces_leaves_none_behind(bench: Any, shard: Any, record: Any) -> None:
+    gates = Gates()
+    opened, rows, written = bench(), shard(range(1, 9), lambda id: gates.open("started") or time.sleep(0.01)), record()
+    whole = rows.pieces
+
+    def pieces(start: int, stop: int, staging: Any) -> Iterator[Any]:
+        yield from whole(start, stop, staging)
+        gates.wait("started")
+        raise Broken
+
+    rows.pieces = pieces
+    with pytest.raises(Broken):
+        opened.run([rows], written)
+    assert rows.working == 0 and written.ids == []
+    opened.assert_idle_and_usable(rows)
+
+
+@pytest.mark.parametrize(
+    "error", [Broken("disk full"), KeyboardInterrupt(), SystemExit(1)], ids=["own", "interrupt", "exit"]
+)
+@pytest.mark.parametrize("streams", [1, 2])
+def test_a_write_that_raises_ends_the_run(
+    bench: Any, shard: Any, record: Any, streams: int, error: BaseException
+) -> None:
+    def write(scored: Any) -> None:
+        if scored.batch.start == 8:
+            raise error
+
+    opened, rows, written = bench(slots=streams + 2, streams=streams), shard(range(1, 65)), record(write)
+    with pytest.raises(type(error)) as caught:
+        opened.run([rows], written)
+    assert caught.value is error
+    assert written.ids == list(range(1, 9)) and written.right
+    opened.assert_idle_and_usable(rows)
+
+
+def test_an_engine_that_raises_what_is_no_exception_of_a_batch_ends_the_run(
+    bench: Any, shard: Any, record: Any
+) -> None:
+    gates, error = Gates(), SystemExit(7)
+
+    def compute(ids: list[int]) -> None:
+        if 5 in ids:
+            gates.wait("the batch behind works")
+            raise error
+        if 9 in ids:
+            gates.open("the batch behind works")
+            time.sleep(0.05)
+
+    opened, rows, written = bench(slots=4, streams=2, during=compute), shard(range(1, 13)), record()
+    with pytest.raises(SystemExit) as caught:
+        opened.run([rows], written)
+    assert caught.value is error
+    assert written.ids == [1, 2, 3, 4]
+    opened.assert_idle_and_usable(rows)
+
+
+@pytest.mark.parametrize("busy", ["decode", "compute", "source"])
+def test_a_run_that_ends_waits_for_whatever_still_works_in_it(
+    bench: Any, shard: Any, record: Any, limited: Any, busy: str
+) -> None:
+    """`write` fails while another stage is in the middle of something: `run` may not return before that ends."""
+    gates, ended = Gates(), threading.Event()
+
+    def work(stage: str, id: int) -> None:
+        if stage == busy and id == 9:
+            gates.open("busy")
+            gates.wait("let it end")
+
+    opened = bench(slots=4, streams=2, during=lambda ids: work("compute", ids[0]))
+    rows = shard(range(1, 33), lambda id: work("decode", id))
+
+    def source() -> Iterator[Batch]:
+        for batch in opened.executor.batches(0, rows):
+            work("source", batch.start + 1)
+            yield batch
+
+    def write(scored: Any) -> None:
+        gates.wait("busy")
+        raise Broken
+
+    def run() -> None:
+        with pytest.raises(Broken):
+            opened.run_source(source(), write)
+        ended.set()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    gates.wait("busy")
+    assert not ended.wait(0.05), f"the run ended while {busy} was still at work"
+    gates.open("let it end")
+    limited(thread.join)
+    assert ended.is_set()
+    opened.assert_idle_and_usable(rows)
+
+
+def test_pieces_that_had_not_started_are_never_started(bench: Any, shard: Any, record: Any) -> None:
+    gates, decoded = Gates(), []
+
+    def decode(id: int) -> None:
+        decoded.append(id)
+        if id == 5:
+            gates.open("second batch")
+        if id >= 5:
+            time.sleep(0.01)
+
+    def write(scored: Any) -> None:
+        gates.wait("second batch")
+        raise Broken
+
+    opened, rows = bench(slots=4, decode_workers=1), shard(range(1, 65), decode, piece_rows=1)
+    with pytest.raises(Broken):
+        opened.run([rows], write)
+    count = len(decoded)
+    opened.assert_idle_and_usable(rows)
+    assert len(decoded) == count < 16
+
+
+@pytest.mark.parametrize("name", ["fill", "dispatch"])
+def test_a_run_that_gets_no_thread_ends_with_that_error(
+    bench: Any, shard: Any, record: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == name:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    opened, rows = bench(), shard(range(1, 33))
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            opened.run([rows], record())
+    opened.assert_idle_and_usable(rows)
+
+
+def test_one_executor_survives_every_kind_of_failure_in_turn(bench: Any, shard: Any, record: Any) -> None:
+    opened = bench(slots=3, streams=2)
+
+    def write(scored: Any) -> None:
+        raise Broken
+
+    for round_ in range(3):
+        with pytest.raises(Broken):
+            opened.run([shard(range(1, 33), refuse_rows(5 + 4 * round_))], record())
+        with pytest.raises(Broken):
+            opened.run([shard(range(1, 33))], write)
+        opened.engine.during = refuse_rows(7)
+        opened.run([shard(range(1, 33))], record())
+        opened.assert_idle_and_usable()
+
+
+def test_a_closed_executor_refuses_to_run_and_does_not_hang(bench: Any, shard: Any, record: Any) -> None:
+    opened = bench()
+    opened.run([shard(range(8))], record())
+    opened.executor.close()
+    opened.executor.close()
+    with pytest.raises(RuntimeError, match="shutdown"):
+        opened.run([shard(range(8))], record())
+
+
+# --- what a run says about itself
+
+
+def test_an_empty_run_has_empty_statistics(bench: Any, record: Any) -> None:
+    stats = bench().run([], record())
+    assert (stats.rows, stats.batches, stats.padded_rows, stats.latency_p99_ms) == (0, 0, 0, 0.0)
+    assert all(stage.busy_s == 0 for stage in stats.stages.values())
+
+
+def test_statistics_are_of_one_run_not_of_all(bench: Any, shard: Any, record: Any) -> None:
+    opened = bench(during=lambda ids: time.sleep(0.002))
+    first = opened.run([shard(range(40))], record())
+    second = opened.run([shard(range(6))], record())
+    assert (second.rows, second.batches, second.padded_rows) == (6, 2, 2)
+    assert second.stages["compute"].busy_s < first.stages["compute"].busy_s
+    assert 0 < second.latency_p50_ms <= second.latency_p90_ms <= second.latency_p99_ms
+
+
+@pytest.mark.parametrize(
+    ("slow", "relief"), [("decode", "decode workers"), ("compute", "faster precision"), ("write", "output columns")]
+)
+@pytest.mark.parametrize("workers", [1, 16])
+def test_the_slow_stage_is_named_as_the_bottleneck(
+    bench: Any, shard: Any, record: Any, slow: str, relief: str, workers: int
+) -> None:
+    """With many more workers than the ring holds pieces as well: idle hands do not make decoding look fast."""
+
+    def work(stage: str) -> None:
+        time.sleep(0.02 if stage == slow else 0.002)
+
+    opened = bench(decode_workers=workers, during=lambda ids: work("compute"))
+    rows = shard(range(48), lambda id: work("decode") if id % 4 == 0 else None, piece_rows=4)
+    stats = opened.run([rows], record(lambda scored: work("write")))
+    assert stats.bottleneck == slow
+    assert relief in stats.relief
+    others = [stage.occupancy for name, stage in stats.stages.items() if name != slow]
+    assert max(others) < 0.6 < stats.stages[slow].occupancy <= 1.001
+
+
+def test_a_decoder_limited_by_the_ring_is_the_bottleneck_before_a_busy_engine(
+    bench: Any, shard: Any, record: Any
+) -> None:
+    """Three slots, one piece each: of sixteen workers three can work, and those hardly rest."""
+    opened = bench(slots=3, decode_workers=16, during=lambda ids: time.sleep(0.005))
+    rows = shard(range(64), lambda id: time.sleep(0.02) if id % 4 == 0 else None, piece_rows=4)
+    stats = opened.run([rows], record())
+    assert stats.bottleneck == "decode"

@@ -1,0 +1,284 @@
+"""Export: a graph is kept only if it is the model, at any batch, row by row."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import helper
+
+from gpu_runtime.artifacts import ArtifactStore
+from gpu_runtime.backends.onnxruntime_backend import ReferenceSession
+from gpu_runtime.errors import ExportError
+from gpu_runtime.export.onnx_export import export_model
+from gpu_runtime.export.parity import normalized
+from gpu_runtime.specs import ImageNormalization, ModelSpec, OnnxSource, TensorSpec, TopK, TorchSource
+
+X = TensorSpec("x", "float32", (4,))
+Y = TensorSpec("y", "float32", (3,))
+node = helper.make_node
+
+
+class Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(4, 3)
+
+    def forward(self, x: Any) -> Any:
+        return self.layer(x)
+
+
+class Doubling(Layer):
+    def forward(self, x: Any) -> Any:
+        return self.layer(x) if x.shape[0] == 1 else self.layer(x) * 2
+
+
+class TwoResults(Layer):
+    def forward(self, x: Any) -> Any:
+        return self.layer(x), self.layer(x) * 2
+
+
+def dropout_left_in_train_mode() -> torch.nn.Module:
+    return torch.nn.Sequential(Layer(), torch.nn.Dropout(0.5)).train()
+
+
+def not_a_module() -> str:
+    return "not a module"
+
+
+def torch_spec(factory: str, **changes: Any) -> ModelSpec:
+    values: dict[str, Any] = {"inputs": (X,), "outputs": ("y",), "max_batch": 8}
+    return ModelSpec("m", "1", TorchSource(f"{__name__}:{factory}"), **{**values, **changes})
+
+
+def onnx_spec(path: Path, **changes: Any) -> ModelSpec:
+    values: dict[str, Any] = {"inputs": (X,), "outputs": ("y",), "max_batch": 8}
+    return ModelSpec("m", "1", OnnxSource(str(path)), **{**values, **changes})
+
+
+def matmul(make_graph: Any, folder: Path, seed: int = 0, **settings: Any) -> Path:
+    weights = np.random.default_rng(seed).standard_normal((4, 3)).astype(np.float32)
+    path: Path = make_graph(
+        folder / f"{seed}.onnx", [node("MatMul", ["x", "w"], ["y"])], {"w": weights}, [X], [Y], **settings
+    )
+    return path
+
+
+def rows(count: int, seed: int = 9) -> Any:
+    return np.random.default_rng(seed).standard_normal((count, 4)).astype(np.float32)
+
+
+# From torch
+
+
+def test_a_module_left_in_train_mode_is_exported_in_eval_mode(store: ArtifactStore) -> None:
+    exported = export_model(torch_spec("dropout_left_in_train_mode"), store)
+    x = rows(5)
+    expected = Layer()(torch.from_numpy(x)).detach().numpy()
+    np.testing.assert_allclose(ReferenceSession(exported.graph().path)({"x": x})["y"], expected, rtol=1e-5, atol=1e-6)
+    assert exported.parity.max_difference < 1e-5
+
+
+def test_a_branch_on_a_single_row_is_refused(store: ArtifactStore) -> None:
+    with pytest.raises(ExportError):
+        export_model(torch_spec("Doubling"), store)
+
+
+@pytest.mark.parametrize("names", [("first",), ("first", "second", "third")])
+def test_another_number_of_outputs_than_declared_is_refused(store: ArtifactStore, names: tuple[str, ...]) -> None:
+    with pytest.raises(ExportError, match="outputs"):
+        export_model(torch_spec("TwoResults", outputs=names), store)
+
+
+def test_an_output_may_have_the_name_of_an_inner_value(store: ArtifactStore) -> None:
+    exported = export_model(torch_spec("Layer", outputs=("linear",), max_batch=1), store)
+    assert [(t.name, t.shape) for t in exported.graph().outputs] == [("linear", (3,))]
+
+
+@pytest.mark.parametrize("factory", ["no.such.module:f", f"{__name__}:no_such_function"])
+def test_a_factory_that_cannot_be_imported_is_named(store: ArtifactStore, factory: str) -> None:
+    with pytest.raises(ExportError, match="cannot be imported") as caught:
+        export_model(ModelSpec("m", "1", TorchSource(factory), (X,), ("y",)), store)
+    assert caught.value.item == factory
+
+
+def test_a_factory_that_makes_something_else_is_refused(store: ArtifactStore) -> None:
+    with pytest.raises(ExportError, match=r"torch\.nn\.Module"):
+        export_model(torch_spec("not_a_module"), store)
+
+
+# From ONNX
+
+
+def test_an_onnx_file_is_an_equal_source(store: ArtifactStore, make_graph: Any, tmp_path: Path) -> None:
+    path = matmul(make_graph, tmp_path)
+    graph = export_model(onnx_spec(path), store).graph()
+    x = rows(7)
+    np.testing.assert_array_equal(ReferenceSession(graph.path)({"x": x})["y"], ReferenceSession(path)({"x": x})["y"])
+    assert (graph.inputs, graph.outputs, graph.max_batch) == ((X,), (Y,), 8)
+
+
+def test_weights_listed_among_the_inputs_are_no_inputs(store: ArtifactStore, make_graph: Any, tmp_path: Path) -> None:
+    path = matmul(make_graph, tmp_path, weights_as_inputs=True)
+    graph = export_model(onnx_spec(path), store).graph()
+    assert [t.name for t in graph.inputs] == ["x"]
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_an_onnx_file_of_fixed_batch_is_refused(
+    store: ArtifactStore, make_graph: Any, tmp_path: Path, batch: int
+) -> None:
+    with pytest.raises(ExportError, match="first dimension is fixed"):
+        export_model(onnx_spec(matmul(make_graph, tmp_path, batch=batch)), store)
+
+
+def test_rows_that_see_their_neighbours_are_refused(store: ArtifactStore, make_graph: Any, tmp_path: Path) -> None:
+    nodes = [node("ReduceMean", ["x"], ["mean"], axes=[0], keepdims=1), node("Sub", ["x", "mean"], ["y"])]
+    path = make_graph(tmp_path / "m.onnx", nodes, {}, [X], [TensorSpec("y", "float32", (4,))])
+    with pytest.raises(ExportError, match="depends on its neighbours"):
+        export_model(onnx_spec(path), store)
+
+
+def test_a_batch_fixed_inside_the_graph_is_refused(store: ArtifactStore, make_graph: Any, tmp_path: Path) -> None:
+    nodes = [node("Reshape", ["x", "two_rows"], ["y"])]
+    path = make_graph(
+        tmp_path / "m.onnx", nodes, {"two_rows": np.asarray([2, -1])}, [X], [TensorSpec("y", "float32", (4,))]
+    )
+    with pytest.raises(ExportError):
+        export_model(onnx_spec(path), store)
+
+
+@pytest.mark.parametrize("declared", [TensorSpec("x", "float32", (5,)), TensorSpec("x", "int32", (4,))])
+def test_inputs_declared_with_another_shape_or_type_are_refused(
+    store: ArtifactStore, make_graph: Any, tmp_path: Path, declared: TensorSpec
+) -> None:
+    with pytest.raises(ExportError, match="declared inputs"):
+        export_model(onnx_spec(matmul(make_graph, tmp_path), inputs=(declared,)), store)
+
+
+def test_inputs_and_outputs_of_other_names_are_refused(store: ArtifactStore, make_graph: Any, tmp_path: Path) -> None:
+    path = matmul(make_graph, tmp_path)
+    with pytest.raises(ExportError, match="other inputs"):
+        export_model(onnx_spec(path, inputs=(TensorSpec("z", "float32", (4,)),)), store)
+    with pytest.raises(ExportError, match="lacks outputs"):
+        export_model(onnx_spec(path, outputs=("y", "z")), store)
+
+
+@pytest.mark.parametrize("content", [None, b"not a model"])
+def test_a_file_that_is_no_model_is_refused(store: ArtifactStore, tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "m.onnx"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ExportError):
+        export_model(onnx_spec(path), store)
+
+
+def test_a_refused_model_leaves_nothing_in_the_store(store: ArtifactStore, make_graph: Any, tmp_path: Path) -> None:
+    with pytest.raises(ExportError):
+        export_model(onnx_spec(matmul(make_graph, tmp_path, batch=4)), store)
+    assert not (store.root / "objects").exists()
+
+
+# The same model twice
+
+
+def test_the_same_weights_are_not_exported_again(
+    store: ArtifactStore, make_graph: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = onnx_spec(matmul(make_graph, tmp_path))
+    first = export_model(spec, store)
+    monkeypatch.setattr("gpu_runtime.export.onnx_export.bake", lambda *_: pytest.fail("exported again"))
+    assert export_model(spec, store).digest == first.digest
+
+
+def test_changed_weights_are_exported_again(store: ArtifactStore, make_graph: Any, tmp_path: Path) -> None:
+    path = matmul(make_graph, tmp_path, seed=0)
+    first = export_model(onnx_spec(path), store)
+    path.write_bytes(matmul(make_graph, tmp_path, seed=1).read_bytes())
+    assert export_model(onnx_spec(path), store).digest != first.digest
+
+
+def test_changed_weights_beside_the_onnx_file_are_exported_again(
+    store: ArtifactStore, make_graph: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "m.onnx"
+    digests = []
+    for seed in (0, 1):
+        model = onnx.load(matmul(make_graph, tmp_path, seed=seed))
+        (tmp_path / "weights.bin").unlink(missing_ok=True)
+        onnx.save(model, path, save_as_external_data=True, location="weights.bin", size_threshold=0)
+        digests.append(export_model(onnx_spec(path), store).digest)
+    assert digests[0] != digests[1]
+
+
+# Baked in
+
+CLASSES, K = 5, 3
+NORMALIZATION = ImageNormalization((120.0, 110.0, 100.0), (60.0, 50.0, 40.0))
+PIXELS = TensorSpec("pixels", "uint8", (4, 6, 3))
+
+
+@pytest.fixture
+def image_spec(make_graph: Any, tmp_path: Path) -> tuple[ModelSpec, Any]:
+    """Channel means times weights; and the weights."""
+    weights = np.random.default_rng(2).standard_normal((3, CLASSES)).astype(np.float32)
+    path = make_graph(
+        tmp_path / "image.onnx",
+        [
+            node("GlobalAveragePool", ["pixels"], ["pooled"]),
+            node("Flatten", ["pooled"], ["flat"]),
+            node("MatMul", ["flat", "w"], ["logits"]),
+        ],
+        {"w": weights},
+        [TensorSpec("pixels", "float32", (3, 4, 6))],
+        [TensorSpec("logits", "float32", (CLASSES,))],
+    )
+    source = OnnxSource(str(path))
+    return ModelSpec("m", "1", source, (PIXELS,), ("logits",), {"pixels": NORMALIZATION}, TopK(K), 8), weights
+
+
+def test_baked_normalisation_and_top_k_equal_numpy(store: ArtifactStore, image_spec: tuple[ModelSpec, Any]) -> None:
+    spec, weights = image_spec
+    graph = export_model(spec, store).graph()
+    pixels = np.random.default_rng(3).integers(0, 256, (6, 4, 6, 3)).astype(np.uint8)
+    got = ReferenceSession(graph.path)({"pixels": pixels})
+
+    floats = (pixels.astype(np.float64) - NORMALIZATION.mean) / NORMALIZATION.std
+    logits = floats.mean(axis=(1, 2)) @ weights
+    probability = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    order = np.argsort(-probability, axis=1)[:, :K]
+    np.testing.assert_array_equal(got["top_index"], order)
+    np.testing.assert_allclose(got["top_score"], np.take_along_axis(probability, order, axis=1), rtol=1e-5)
+    assert graph.inputs == (PIXELS,)
+    assert [(t.name, t.dtype, t.shape) for t in graph.outputs] == [
+        ("top_index", "int32", (K,)),
+        ("top_score", "float32", (K,)),
+    ]
+
+
+def test_the_reference_normalisation_is_the_formula() -> None:
+    pixels = np.random.default_rng(4).integers(0, 256, (2, 4, 6, 3)).astype(np.uint8)
+    made = normalized(pixels, NORMALIZATION)
+    assert made.shape == (2, 3, 4, 6)
+    np.testing.assert_allclose(made[1, 2, 3, 5], (pixels[1, 3, 5, 2] - 100.0) / 40.0, rtol=1e-6)
+
+
+def test_more_top_classes_than_classes_are_refused(
+    store: ArtifactStore, image_spec: tuple[ModelSpec, Any], replaced: Any
+) -> None:
+    with pytest.raises(ExportError):
+        export_model(replaced(image_spec[0], top_k=TopK(CLASSES + 1)), store)
+
+
+def test_a_model_output_named_like_a_baked_one_is_refused(
+    store: ArtifactStore, make_graph: Any, tmp_path: Path
+) -> None:
+    logits = TensorSpec("top_index", "float32", (4,))
+    path = make_graph(tmp_path / "m.onnx", [node("Relu", ["x"], ["top_index"])], {}, [X], [logits])
+    with pytest.raises(ExportError, match="top_index"):
+        export_model(onnx_spec(path, outputs=("top_index",), top_k=TopK(1)), store)

@@ -1,0 +1,85 @@
+"""Receipts: a shard counts as done only if everything it was made from is the same and its file is whole."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpu_runtime.artifacts import file_digest
+from gpu_runtime.datasets.partition import FileFingerprint, ShardTask
+from gpu_runtime.predictions.receipts import QuarantinedRow, Receipt, ReceiptStore, resume_key
+
+DAY = "2026-03-01"
+SHARD = ShardTask(DAY, 3, "/somewhere", (FileFingerprint("a.parquet", 10, 123),), (0, 2))
+
+
+@pytest.fixture
+def receipts(tmp_path: Path) -> ReceiptStore:
+    return ReceiptStore(tmp_path / "receipts", tmp_path / "table")
+
+
+@pytest.fixture
+def receipt(receipts: ReceiptStore, tmp_path: Path) -> Receipt:
+    """Written, with its data file."""
+    file = tmp_path / "table" / "date" / "part.parquet"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"rows" * 10)
+    rotten = QuarantinedRow("key-1", "a.parquet", 7, "input", "column 'a' is null", "ValueError")
+    made = Receipt(DAY, 3, "key", "run", "date/part.parquet", 40, file_digest(file), 11, 10, (rotten,))
+    receipts.write(made)
+    return made
+
+
+def test_a_receipt_comes_back_as_it_was(receipts: ReceiptStore, receipt: Receipt) -> None:
+    assert receipts.find(DAY, 3, "key") == receipt
+
+
+@pytest.mark.parametrize("asked", [(DAY, 3, "other key"), (DAY, 4, "key"), ("2026-03-02", 3, "key")])
+def test_another_key_shard_or_day_finds_nothing(receipts: ReceiptStore, receipt: Receipt, asked: Any) -> None:
+    assert receipts.find(*asked) is None
+
+
+@pytest.mark.parametrize("content", [None, b"rows" * 9, b"sowr" + b"rows" * 9])
+def test_a_missing_or_damaged_data_file_is_not_done(
+    receipts: ReceiptStore, receipt: Receipt, tmp_path: Path, content: bytes | None
+) -> None:
+    file = tmp_path / "table" / receipt.file
+    file.unlink()
+    if content is not None:
+        file.write_bytes(content)
+    assert receipts.find(DAY, 3, "key") is None
+
+
+@pytest.mark.parametrize("content", ["", '{"day": "2026', "{}", "[]", '{"day": "2026-03-01", "quarantined": []}'])
+def test_a_receipt_that_cannot_be_read_is_none(receipts: ReceiptStore, receipt: Receipt, content: str) -> None:
+    next(receipts.root.rglob("*.json")).write_text(content)
+    assert receipts.find(DAY, 3, "key") is None
+
+
+def test_a_shard_keeps_its_newest_receipt(receipts: ReceiptStore, receipt: Receipt) -> None:
+    receipts.write(replace(receipt, resume_key="newer"))
+    assert receipts.find(DAY, 3, "key") is None
+    assert receipts.find(DAY, 3, "newer") is not None
+
+
+@pytest.mark.parametrize(
+    ("shard", "scoring", "schema"),
+    [
+        (replace(SHARD, files=(FileFingerprint("a.parquet", 11, 123),)), "scoring", "schema"),
+        (replace(SHARD, files=(FileFingerprint("a.parquet", 10, 124),)), "scoring", "schema"),
+        (replace(SHARD, files=(FileFingerprint("b.parquet", 10, 123),)), "scoring", "schema"),
+        (replace(SHARD, row_groups=(0, 3)), "scoring", "schema"),
+        (SHARD, "other engine", "schema"),
+        (SHARD, "scoring", "other schema"),
+    ],
+)
+def test_any_change_of_files_scoring_or_schema_is_another_key(shard: ShardTask, scoring: str, schema: str) -> None:
+    assert resume_key(shard, scoring, schema) != resume_key(SHARD, "scoring", "schema")
+
+
+def test_where_the_files_lie_does_not_matter() -> None:
+    moved = replace(SHARD, folder="/elsewhere")
+    assert resume_key(moved, "scoring", "schema") == resume_key(SHARD, "scoring", "schema")

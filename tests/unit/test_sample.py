@@ -1,0 +1,84 @@
+"""Samples: seeded, from every shard, rows and labels in step, and none that cannot be scored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gpu_runtime.datasets.sample import sample_digest, sample_rows
+from gpu_runtime.errors import DatasetError
+
+DAYS = ["2026-03-01", "2026-03-02"]
+
+
+@pytest.fixture
+def root(flights: Any, tmp_path: Path) -> Path:
+    for seed, day in enumerate(DAYS):
+        flights.write_day(tmp_path, day, 100, seed=seed, group=20)
+    return tmp_path
+
+
+def test_a_sample_is_the_same_for_the_same_seed(flights: Any, root: Path) -> None:
+    source = flights.source(root)
+    first, again, other = (sample_rows(source, DAYS, 30, seed) for seed in (7, 7, 8))
+    np.testing.assert_array_equal(first.inputs["numbers"], again.inputs["numbers"])
+    assert first.digest == again.digest
+    assert not np.array_equal(first.inputs["numbers"], other.inputs["numbers"])
+    assert first.digest != other.digest
+
+
+def test_a_sample_is_spread_over_the_days(flights: Any, root: Path) -> None:
+    sample = sample_rows(flights.source(root, rows_per_shard=20), DAYS, 30, 0)
+    taken = {tuple(row) for row in sample.inputs["numbers"].tolist()}
+    assert sample.rows == len(taken) == 30
+    for seed in range(2):
+        numbers = flights.rows(100, seed)["numbers"].tolist()
+        for start in range(0, 100, 20):
+            assert len(taken & {tuple(row) for row in numbers[start : start + 20]}) == 3
+
+
+def test_labels_stay_with_their_rows(flights: Any, root: Path) -> None:
+    sample = sample_rows(flights.source(root), DAYS, 60, 0)
+    assert sample.labels is not None
+    np.testing.assert_array_equal(sample.labels, sample.inputs["numbers"][:, 0] > 0)
+
+
+def test_a_source_without_labels_gives_none(flights: Any, root: Path) -> None:
+    assert sample_rows(flights.source(root, label=None), DAYS, 60, 0).labels is None
+
+
+def test_rows_that_cannot_be_read_are_left_out(flights: Any, root: Path) -> None:
+    flights.write_day(root, DAYS[0], 100, a=[None if i % 2 else 5.0 for i in range(100)])
+    sample = sample_rows(flights.source(root), DAYS[:1], 1000, 0)
+    assert sample.rows == 50
+    assert set(sample.inputs["numbers"][:, 0].tolist()) == {5.0}
+
+
+def test_a_file_without_rows_costs_nothing(flights: Any, root: Path) -> None:
+    flights.write_day(root, DAYS[0], 0, file="a.parquet")
+    assert sample_rows(flights.source(root), DAYS, 30, 0).rows == 30
+
+
+def test_days_without_a_usable_row_are_an_error_that_names_them(flights: Any, root: Path) -> None:
+    flights.write_day(root, DAYS[0], 3, a=[None] * 3)
+    with pytest.raises(DatasetError, match="no usable row") as caught:
+        sample_rows(flights.source(root), DAYS[:1], 30, 0)
+    assert caught.value.item == DAYS[0]
+
+
+def test_the_digest_is_known_before_a_row_is_read_and_changes_with_the_files(flights: Any, root: Path) -> None:
+    source = flights.source(root)
+    before = sample_digest(source, DAYS, 30, 0)
+    assert sample_rows(source, DAYS, 30, 0).digest == before
+    flights.write_day(root, DAYS[1], 101, seed=1)
+    assert sample_digest(source, DAYS, 30, 0) != before
+
+
+def test_batches_hold_every_row_once_in_order(flights: Any, root: Path) -> None:
+    sample = sample_rows(flights.source(root), DAYS, 30, 0)
+    parts = list(sample.batches(8))
+    assert [len(part["numbers"]) for part in parts] == [8, 8, 8, 6]
+    np.testing.assert_array_equal(np.concatenate([p["carrier"] for p in parts]), sample.inputs["carrier"])
