@@ -141,13 +141,15 @@ class Scorer:
                     origin.key, origin.file, origin.position, failure.stage, failure.reason, failure.exception
                 )
             )
-        kept = [row for row in range(stop - start) if row not in failed]
-        if kept:
-            origins = [shard.reader.origin(start + row) for row in kept]
-            outputs = {name: values[kept] if failed else values for name, values in scored.outputs.items()}
-            shard.writer.append(
-                [o.key for o in origins], [o.file for o in origins], [o.position for o in origins], outputs
-            )
+        keys, files, positions = shard.reader.origins(start, stop)
+        outputs = scored.outputs
+        if failed:
+            kept = [row for row in range(stop - start) if row not in failed]
+            keys, files = [keys[row] for row in kept], [files[row] for row in kept]
+            positions = [positions[row] for row in kept]
+            outputs = {name: values[kept] for name, values in outputs.items()}
+        if keys:
+            shard.writer.append(keys, files, positions, outputs)
 
     def _close_shard(self, shard: _OpenShard, schema: PredictionSchema, table: PredictionTable, run_id: str) -> Receipt:
         check_unchanged(shard.task)

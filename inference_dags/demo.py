@@ -30,17 +30,17 @@ class Demo:
     land: tuple[str, ...]
     day: str
     days: str
-    columns: str
+    columns: tuple[str, ...]
 
 
 DEMOS = (
     Demo(
         "flight_delay",
         "flights",
-        ("2013-02-01...2013-03-31", "2013-10-01...2013-10-31"),
-        "2013-11-01",
-        "2013-11-02...2013-11-30",
-        "row_key, probability",
+        ("2013-02-01...2013-03-31", "2013-10-01...2013-12-29"),
+        "2013-07-31",
+        "2013-08-01...2013-08-31",
+        ("row_key", "probability"),
     ),
     Demo(
         "photo_tags",
@@ -48,7 +48,7 @@ DEMOS = (
         ("2026-01-01...2026-01-02",),
         "2026-01-03",
         "2026-01-04...2026-01-06",
-        "row_key, top_label, top_score",
+        ("row_key", "top_label", "top_score"),
     ),
 )
 
@@ -129,10 +129,11 @@ def tell(demo: Demo, runner: Runner) -> None:
     else:
         print("Every shard had a receipt from an earlier run: no row was scored again.")
     print(f"\nThe table is {table.predictions}. To read a day:")
-    columns = "[['" + "', '".join(demo.columns.split(", ")) + "']]"
+    year, month, day = (int(part) for part in demo.day.split("-"))
+    filters = f"[('date', '=', datetime.date({year}, {month}, {day}))]"
     print(
-        f"  python -c \"import deltalake; print(deltalake.DeltaTable('{_short(str(table.predictions))}')"
-        f".to_pandas(partitions=[('date', '=', '{demo.day}')]){columns})\""
+        f"  python -c \"import datetime, deltalake; print(deltalake.DeltaTable('{_short(str(table.predictions))}')"
+        f'.to_pandas(filters={filters}, columns={list(demo.columns)}))"'
     )
 
 
@@ -143,7 +144,7 @@ def _ratios(report: BenchmarkReport) -> str:
         fast, base = best_rate(results, "int8", backend), best_rate(results, "fp32", backend)
         if fast and base:
             parts.append(
-                f"best INT8 ÷ best FP32 {'over all backends' if backend is None else 'on ' + backend} = {fast / base:.2f}"
+                f"best INT8 ÷ best FP32 {f'on {backend}' if backend else 'over all backends'} = {fast / base:.2f}"
             )
     return "; ".join(parts) + "."
 

@@ -82,11 +82,7 @@ class LoadedSetting:
                 latencies_ms.append(_finish(*waiting.popleft()))
             slot = self._slots[i % in_flight]
             queued = time.perf_counter()
-            slot.context.enqueue(
-                {t.spec.name: t.array for t in slot.inputs},
-                {t.spec.name: t.array for t in slot.outputs},
-                slot.compute,
-            )
+            slot.enqueue()
             slot.compute.record(slot.computed)
             waiting.append((slot, queued))
         while waiting:

@@ -253,11 +253,7 @@ def run_rows(file: EngineFile, device: Device, sample: RowSample, output: str) -
                 tensor.rows[:count] = rows[tensor.spec.name]
                 tensor.rows[count:] = rows[tensor.spec.name][:1]
                 device.copy_in(tensor.staging, tensor.buffer, tensor.staging.nbytes, stream)
-            slot.context.enqueue(
-                {t.spec.name: t.array for t in slot.inputs},
-                {t.spec.name: t.array for t in slot.outputs},
-                stream,
-            )
+            slot.enqueue()
             for tensor in slot.outputs:
                 device.copy_out(tensor.buffer, tensor.staging, tensor.staging.nbytes, stream)
             stream.record(slot.copied_out)

@@ -28,6 +28,8 @@ def decode_image(path: Path, target: npt.NDArray[np.uint8], crop_fraction: float
 
     height, width = target.shape[:2]
     try:
+        if not path.stat().st_size:
+            raise RowError("decode", "the file is empty")
         with Image.open(path) as opened:
             if opened.width * opened.height > MAX_PIXELS:
                 raise RowError("decode", f"more than {MAX_PIXELS} pixels")
@@ -45,13 +47,12 @@ def decode_image(path: Path, target: npt.NDArray[np.uint8], crop_fraction: float
             box = (left, top, left + side, top + side)
             image = image.resize((width, height), Image.Resampling.BILINEAR, box=box, reducing_gap=2.0)
             target[:] = np.asarray(image)
-    except RowError:
+    except (RowError, MemoryError):  # no memory is the machine's fault, not the row's
         raise
     except FileNotFoundError as error:
         raise RowError("decode", "the file vanished") from error
     except Exception as error:  # Pillow's decoders raise OSError, ValueError, SyntaxError, struct.error, …
-        empty = path.stat().st_size == 0
-        raise RowError("decode", "the file is empty" if empty else "not a whole picture") from error
+        raise RowError("decode", "not a whole picture") from error
 
 
 class DecodePool:

@@ -77,6 +77,10 @@ class ImageReader:
     def origin(self, row: int) -> RowOrigin:
         return RowOrigin(self._shard.files[row].path, self._shard.files[row].path, 0)
 
+    def origins(self, start: int, stop: int) -> tuple[list[str], list[str], list[int]]:
+        paths = [file.path for file in self._shard.files[start:stop]]
+        return paths, paths, [0] * len(paths)
+
     def labels(self) -> None:
         return None
 

@@ -167,6 +167,12 @@ class ParquetReader:
         key = None if self._keys is None else self._keys[row].as_py()
         return RowOrigin(f"{self._file}#{position}" if key is None else str(key), self._file, position)
 
+    def origins(self, start: int, stop: int) -> tuple[list[str], list[str], list[int]]:
+        positions = list(range(self._offset + start, self._offset + stop))
+        found = [None] * len(positions) if self._keys is None else self._keys.slice(start, stop - start).to_pylist()
+        keys = [f"{self._file}#{p}" if key is None else str(key) for key, p in zip(found, positions, strict=True)]
+        return keys, [self._file] * len(keys), positions
+
     def labels(self) -> npt.NDArray[Any] | None:
         if self._label is None:
             return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -96,6 +96,9 @@ class ShardReader(Protocol):
     def rows(self) -> int: ...
 
     def origin(self, row: int) -> RowOrigin: ...
+
+    def origins(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str], Sequence[int]]:
+        """Keys, files and positions of rows `start … stop`, as `origin` gives them one by one."""
 
     def pieces(self, start: int, stop: int, staging: Mapping[str, npt.NDArray[Any]]) -> list[Piece]:
         """The work that fills rows `start … stop` into `staging` (input name → `[stop − start, *shape]`)."""

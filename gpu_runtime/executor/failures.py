@@ -37,7 +37,7 @@ def bisect_rows(
     """Halve a failed batch until each row either ran or stands alone as the cause.
 
     `run` scores the given rows and keeps their results, or raises. `error` is what the whole batch raised.
-    Out of memory is raised as `DeviceError`, whenever it shows.
+    Out of memory, and a device that failed, are raised as `DeviceError`, whenever they show.
     """
     if is_out_of_memory(error):
         raise DeviceError(
@@ -47,6 +47,8 @@ def bisect_rows(
             got=type(error).__name__,
             next_step="choose a smaller batch: lower `max_batch` and materialize benchmark and serving_plan again",
         ) from error
+    if isinstance(error, DeviceError):
+        raise error  # a lost device fails every row alike: none of them is the cause
     if not rows:
         return []
     if len(rows) == 1:

@@ -119,6 +119,7 @@ class StreamExecutor:
         # One batch's copies and computation are queued as a whole: a failure skips up to the next event,
         # which has to be the same batch's.
         self._queueing = threading.Lock()
+        self._in_use = threading.Lock()
 
     def close(self) -> None:
         self._pool.close()
@@ -138,7 +139,12 @@ class StreamExecutor:
 
     def run(self, batches: Iterable[Batch], write: Callable[[ScoredBatch], None]) -> RunStats:
         """Score `batches` and hand each to `write`, on this thread and in order. See the failure contract."""
-        return _Run(self, batches, write).execute()
+        if not self._in_use.acquire(blocking=False):
+            raise RuntimeError("this executor is running already: its slots serve one run at a time")
+        try:
+            return _Run(self, batches, write).execute()
+        finally:
+            self._in_use.release()
 
     def _queue(self, flight: _Flight) -> None:
         """Queue copy in, computation and copy out of one slot."""
@@ -150,11 +156,7 @@ class StreamExecutor:
             self._copy_in.record(slot.copied_in)
             slot.compute.wait(slot.copied_in)
             try:
-                slot.context.enqueue(
-                    {t.spec.name: t.array for t in slot.inputs},
-                    {t.spec.name: t.array for t in slot.outputs},
-                    slot.compute,
-                )
+                slot.enqueue()
             except Exception as error:  # the rest is queued all the same: events must cover what it had queued
                 flight.refused = error
             slot.compute.record(slot.computed)

@@ -48,6 +48,12 @@ class Slot:
         """Output name → `[batch, *shape]`; valid from `copied_out` until the slot is freed."""
         return {tensor.spec.name: tensor.rows for tensor in self.outputs}
 
+    def enqueue(self) -> None:
+        """Queue the computation of the whole slot on its compute stream."""
+        inputs = {tensor.spec.name: tensor.array for tensor in self.inputs}
+        outputs = {tensor.spec.name: tensor.array for tensor in self.outputs}
+        self.context.enqueue(inputs, outputs, self.compute)
+
     def fill_hole(self, row: int) -> None:
         """Put a harmless value, inside the declared range, where a row is missing."""
         for tensor in self.inputs:

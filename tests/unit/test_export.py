@@ -225,13 +225,12 @@ PIXELS = TensorSpec("pixels", "uint8", (4, 6, 3))
 
 @pytest.fixture
 def image_spec(make_graph: Any, tmp_path: Path) -> tuple[ModelSpec, Any]:
-    """Channel means times weights; and the weights."""
-    weights = np.random.default_rng(2).standard_normal((3, CLASSES)).astype(np.float32)
+    """A layer over all pixels, so that none may change places; and its weights."""
+    weights = np.random.default_rng(2).standard_normal((3 * 4 * 6, CLASSES)).astype(np.float32) / 8
     path = make_graph(
         tmp_path / "image.onnx",
         [
-            node("GlobalAveragePool", ["pixels"], ["pooled"]),
-            node("Flatten", ["pooled"], ["flat"]),
+            node("Flatten", ["pixels"], ["flat"]),
             node("MatMul", ["flat", "w"], ["logits"]),
         ],
         {"w": weights},
@@ -249,7 +248,7 @@ def test_baked_normalisation_and_top_k_equal_numpy(store: ArtifactStore, image_s
     got = ReferenceSession(graph.path)({"pixels": pixels})
 
     floats = (pixels.astype(np.float64) - NORMALIZATION.mean) / NORMALIZATION.std
-    logits = floats.mean(axis=(1, 2)) @ weights
+    logits = floats.transpose(0, 3, 1, 2).reshape(6, -1) @ weights
     probability = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
     order = np.argsort(-probability, axis=1)[:, :K]
     np.testing.assert_array_equal(got["top_index"], order)
