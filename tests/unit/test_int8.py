@@ -112,6 +112,22 @@ def test_int8_scores_stay_near_fp32(
     assert np.abs(exact - rounded).max() > 0, "nothing was rounded"
 
 
+def test_a_percentile_keeps_one_outlier_from_costing_the_rest(
+    served: SimpleNamespace, flights: Any, store: ArtifactStore
+) -> None:
+    rows = flights.rows(500, seed=12)
+    rows["numbers"][0, 0] = 1e4
+    calibration = calibrate(served.exported, [rows], "one outlier", store)
+    recipes = (Int8Recipe("vnni"), Int8Recipe("vnni", 99.5))
+    usual = flights.rows(200, seed=13)
+    exact = served.run(usual)["probability"]
+    minmax, percentile = (
+        np.abs(ReferenceSession(graph.path)(usual)["probability"] - exact).max()
+        for graph in quantize(served.exported, calibration, recipes, store).graphs()
+    )
+    assert percentile < 0.05 < minmax
+
+
 def test_an_int8_graph_takes_and_gives_what_the_model_does(served: SimpleNamespace, quantized: QuantizedModel) -> None:
     exported = served.exported.graph()
     for graph, recipe in zip(quantized.graphs(), RECIPES, strict=True):

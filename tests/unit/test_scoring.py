@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -144,6 +145,16 @@ def test_an_empty_day_is_published(root: Path, source: CountingSource, table: Pr
     assert table.current_publication(NEXT) == made.publication
 
 
+@pytest.mark.parametrize("empty", ["a.parquet", "part-0b.parquet", "z.parquet"], ids=["first", "between", "last"])
+def test_a_file_without_rows_costs_nothing(
+    flights: Any, root: Path, table: PredictionTable, score: Any, empty: str
+) -> None:
+    flights.write_day(root, DAY, 0, file=empty)
+    flights.write_day(root, DAY, 6, seed=1, file="part-1.parquet")
+    assert score(flights.source(root)).accounted
+    assert table.count_day(DAY) == (56, 0)
+
+
 # Never twice
 
 
@@ -172,6 +183,22 @@ def test_a_run_that_died_goes_on_where_it_was(flights: Any, root: Path, table: P
     assert made.resumed_shards == len(left) > 0
     assert table.count_day(DAY) == (50, 0)
     assert table.read_day(DAY)["row_key"].is_unique
+
+
+def test_a_shard_counts_as_done_before_the_next_is_even_open(
+    flights: Any, root: Path, table: PredictionTable, score: Any
+) -> None:
+    done: list[bool] = []
+
+    def wait_for_the_one_before(shard: ShardTask) -> None:
+        receipt = table.receipts.root / DAY / f"{shard.index - 1:06}.json"
+        patience = time.monotonic() + 5
+        while shard.index and not receipt.exists() and time.monotonic() < patience:
+            time.sleep(0.005)
+        done.append(receipt.exists())
+
+    score(CountingSource(flights.source(root, rows_per_shard=20), wait_for_the_one_before))
+    assert done == [False, True, True]
 
 
 def test_a_changed_engine_reuses_nothing(
