@@ -17,7 +17,7 @@ test: .venv/installed
 test-full: .venv/installed
 	$(BIN)/python -m pytest -m "not gpu"
 
-check: .venv/installed
+check: .venv/installed .dagster/dagster.yaml
 	$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy && $(BIN)/dg check yaml && $(BIN)/dg check defs
 
 clean:

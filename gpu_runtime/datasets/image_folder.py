@@ -18,6 +18,7 @@ from gpu_runtime.datasets.partition import (
     RowOrigin,
     ShardTask,
     day_folder,
+    reading_of,
 )
 from gpu_runtime.errors import RowError, SpecError
 from gpu_runtime.specs import TensorSpec
@@ -53,11 +54,11 @@ class ImageFolderSource:
             for path in sorted(folder.rglob("*"))
             if path.suffix.lower() in _SUFFIXES and not path.name.startswith(".") and path.is_file()
         ]
-        step = self.files_per_shard
+        step, reading = self.files_per_shard, reading_of(self)
         return DatasetPartition(
             day,
             tuple(
-                ShardTask(day, index, str(folder), tuple(files[start : start + step]))
+                ShardTask(day, index, str(folder), tuple(files[start : start + step]), reading=reading)
                 for index, start in enumerate(range(0, len(files), step))
             ),
         )

@@ -18,6 +18,7 @@ from gpu_runtime.datasets.partition import (
     RowOrigin,
     ShardTask,
     day_folder,
+    reading_of,
 )
 from gpu_runtime.errors import DatasetError, SpecError
 from gpu_runtime.specs import TensorSpec
@@ -59,6 +60,7 @@ class ParquetSource:
 
         folder = day_folder(Path(self.root), day)
         shards: list[ShardTask] = []
+        reading = reading_of(self)
         for path in sorted(folder.rglob("*.parquet")):
             fingerprint = FileFingerprint.of(path, folder)
             try:
@@ -71,10 +73,11 @@ class ParquetSource:
                     next_step="land the file again",
                 ) from error
             for groups in _row_group_ranges(metadata, self.rows_per_shard):
-                shards.append(ShardTask(day, len(shards), str(folder), (fingerprint,), groups))
+                shards.append(ShardTask(day, len(shards), str(folder), (fingerprint,), groups, reading))
         return DatasetPartition(day, tuple(shards))
 
     def open(self, shard: ShardTask) -> ParquetReader:
+        import pyarrow as pa
         import pyarrow.parquet as pq
 
         file = shard.files[0].path
@@ -86,7 +89,7 @@ class ParquetSource:
                 first, last = shard.row_groups
                 offset = sum(parquet.metadata.row_group(g).num_rows for g in range(first))
                 table = parquet.read_row_groups(list(range(first, last)), columns=self._needed())
-        except (OSError, ValueError) as error:  # pyarrow's errors are one or the other
+        except (OSError, pa.ArrowException) as error:
             raise DatasetError(
                 "the file's columns cannot be read",
                 stage="dataset",

@@ -32,7 +32,8 @@ class FileFingerprint:
 class ShardTask:
     """The unit of work: many small files, or a range of one file's row groups. Plain values, so it can be sent.
 
-    `row_groups` is a half-open range for formats that have them, None for whole files.
+    `row_groups` is a half-open range for formats that have them, None for whole files. `reading` is the digest of
+    how the source turns files into rows: the same bytes read in another way are another shard.
     """
 
     day: str
@@ -40,10 +41,11 @@ class ShardTask:
     folder: str
     files: tuple[FileFingerprint, ...]
     row_groups: tuple[int, int] | None = None
+    reading: str = ""
 
     @property
     def fingerprint(self) -> str:
-        return digest_of({"files": self.files, "row_groups": self.row_groups})
+        return digest_of({"files": self.files, "row_groups": self.row_groups, "reading": self.reading})
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,12 @@ class Source(Protocol):
 
     def open(self, shard: ShardTask) -> ShardReader:
         """Raises `DatasetError` when a file as a whole is not what was declared."""
+
+
+def reading_of(source: Any) -> str:
+    """Digest of a source's settings, but for where its files lie and how they are cut into shards."""
+    place = {"root", "rows_per_shard", "files_per_shard"}
+    return digest_of({name: value for name, value in vars(source).items() if name not in place})
 
 
 def day_folder(root: Path, day: str) -> Path:

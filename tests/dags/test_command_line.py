@@ -78,7 +78,11 @@ def test_scoring_without_a_plan_fails_and_says_what_to_do(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("select", "more"),
-    [("flight_delay/nothing", ()), ("flight_delay/flights", ()), ("flight_delay/flights", ("--partition", "2014-01-01"))],
+    [
+        ("flight_delay/nothing", ()),
+        ("flight_delay/flights", ()),
+        ("flight_delay/flights", ("--partition", "2014-01-01")),
+    ],
     ids=["unknown asset", "no partition", "unknown partition"],
 )
 def test_a_wrong_request_ends_with_an_error(tmp_path: Path, select: str, more: tuple[str, ...]) -> None:

@@ -33,6 +33,12 @@ def test_an_engine_may_lose_at_most_max_drop(value: float, passed: bool) -> None
     assert bool(verdict.reasons) is not passed
 
 
+@pytest.mark.parametrize(("value", "passed"), [(0.7, True), (0.6999, False)])
+def test_a_badly_trained_model_does_not_serve_in_any_precision(value: float, passed: bool) -> None:
+    policy = GatePolicy("auc", "probability", 0.01, min_value=0.7)
+    assert judge_accuracy(policy, value, reference=value).passed is passed
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_value_that_is_not_finite_never_passes(value: float) -> None:
     assert not judge_accuracy(AUC, value, reference=0.95).passed

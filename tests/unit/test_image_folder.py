@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
@@ -74,11 +73,11 @@ def test_a_palette_becomes_its_colours(tmp_path: Path) -> None:
     np.testing.assert_allclose(pixels[0, 4, 4].astype(int), RED, atol=3)
 
 
-def test_pixels_of_unknown_range_are_not_guessed_at() -> None:
-    data = io.BytesIO()
-    Image.new("F", (16, 16), 0.5).save(data, "TIFF")
-    with pytest.raises(decode.RowError, match="32 bits"):
-        decode.decode_image(data, np.zeros((8, 8, 3), np.uint8), 1.0)  # type: ignore[arg-type]
+@pytest.mark.parametrize("mode", ["I", "F"])
+def test_pixels_of_unknown_range_are_not_guessed_at(tmp_path: Path, mode: str) -> None:
+    (tmp_path / DAY).mkdir()
+    Image.new(mode, (16, 16), 1).save(tmp_path / DAY / "a.png", "TIFF")
+    assert "32 bits" in read(tmp_path)[1]["a.png"][1]
 
 
 def test_a_picture_taken_sideways_is_turned_upright(tmp_path: Path, write_jpeg: Any) -> None:
@@ -153,6 +152,12 @@ def test_a_file_that_vanished_is_a_hole(tmp_path: Path, write_jpeg: Any) -> None
     assert [failure.reason for failure in failures] == ["the file vanished"]
 
 
+def test_another_crop_is_another_partition(tmp_path: Path, write_jpeg: Any) -> None:
+    write_jpeg(tmp_path / DAY / "a.jpg")
+    digests = [source_of(tmp_path, crop_fraction=crop).partition(DAY).digest for crop in (1.0, 0.9, 1.0)]
+    assert digests[0] == digests[2] != digests[1]
+
+
 def test_rows_are_ordered_by_path_through_folders(tmp_path: Path, write_jpeg: Any) -> None:
     for name in ("c.jpg", "a.JPG", "b/z.jpeg", "b/a.png"):
         write_jpeg(tmp_path / DAY / name)
@@ -161,6 +166,8 @@ def test_rows_are_ordered_by_path_through_folders(tmp_path: Path, write_jpeg: An
     assert [[file.path for file in shard.files] for shard in shards] == [["a.JPG", "b/a.png", "b/z.jpeg"], ["c.jpg"]]
     origin = source.open(shards[1]).origin(0)
     assert (origin.key, origin.file, origin.position) == ("c.jpg", "c.jpg", 0)
+    keys, files, positions = source.open(shards[0]).origins(1, 3)
+    assert (list(keys), list(files), list(positions)) == (["b/a.png", "b/z.jpeg"], ["b/a.png", "b/z.jpeg"], [0, 0])
 
 
 def test_hidden_files_other_files_and_folders_are_no_rows(tmp_path: Path, write_jpeg: Any) -> None:

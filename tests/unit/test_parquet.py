@@ -81,6 +81,17 @@ def test_row_groups_and_files_become_shards_in_order(flights: Any, tmp_path: Pat
     assert (origin.key, origin.file, origin.position) == ("flight-1-24", "b.parquet", 24)
 
 
+@pytest.mark.parametrize("row_key", ["id", None])
+def test_the_origins_of_a_batch_are_those_of_its_rows(flights: Any, tmp_path: Path, row_key: str | None) -> None:
+    flights.write_day(tmp_path, DAY, 25, group=10, id=[None if i == 14 else f"flight-{i}" for i in range(25)])
+    source = flights.source(tmp_path, rows_per_shard=10, row_key=row_key)
+    reader = source.open(source.partition(DAY).shards[1])
+    keys, files, positions = reader.origins(3, 8)
+    assert [tuple(origin) for origin in zip(keys, files, positions, strict=True)] == [
+        (o.key, o.file, o.position) for o in map(reader.origin, range(3, 8))
+    ]
+
+
 def test_small_row_groups_share_a_shard(flights: Any, tmp_path: Path) -> None:
     flights.write_day(tmp_path, DAY, 25, group=5)
     shards = flights.source(tmp_path, rows_per_shard=10).partition(DAY).shards

@@ -72,6 +72,7 @@ def test_a_shard_keeps_its_newest_receipt(receipts: ReceiptStore, receipt: Recei
         (replace(SHARD, files=(FileFingerprint("a.parquet", 10, 124),)), "scoring", "schema"),
         (replace(SHARD, files=(FileFingerprint("b.parquet", 10, 123),)), "scoring", "schema"),
         (replace(SHARD, row_groups=(0, 3)), "scoring", "schema"),
+        (replace(SHARD, reading="other columns"), "scoring", "schema"),
         (SHARD, "other engine", "schema"),
         (SHARD, "scoring", "other schema"),
     ],

@@ -77,6 +77,11 @@ def test_the_digest_is_known_before_a_row_is_read_and_changes_with_the_files(fli
     assert sample_digest(source, DAYS, 30, 0) != before
 
 
+def test_the_digest_changes_with_the_way_of_reading(flights: Any, root: Path) -> None:
+    ways: list[dict[str, Any]] = [{}, {"label": None}, {"vocabularies": {"carrier": ("UA", "DL", "AA")}}]
+    assert len({sample_digest(flights.source(root, **way), DAYS, 30, 0) for way in ways}) == 3
+
+
 def test_batches_hold_every_row_once_in_order(flights: Any, root: Path) -> None:
     sample = sample_rows(flights.source(root), DAYS, 30, 0)
     parts = list(sample.batches(8))

@@ -221,6 +221,24 @@ def test_a_changed_engine_reuses_nothing(
     np.testing.assert_allclose(frame["probability"], retrained.run(flights.rows(50))["probability"], atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"vocabularies": {"carrier": ("UA", "DL", "AA")}},
+        {"columns": {"numbers": ("d", "c", "b", "a"), "carrier": ("carrier",)}},
+    ],
+    ids=["vocabulary", "columns"],
+)
+def test_another_way_of_reading_the_files_reuses_nothing(
+    flights: Any, root: Path, source: CountingSource, table: PredictionTable, score: Any, settings: dict[str, Any]
+) -> None:
+    score(source)
+    before = table.read_day(DAY).sort_values("source_position")["probability"].tolist()
+    otherwise = CountingSource(flights.source(root, rows_per_shard=10, **settings))
+    assert score(otherwise).resumed_shards == 0
+    assert table.read_day(DAY).sort_values("source_position")["probability"].tolist() != before
+
+
 def test_only_the_shards_of_a_changed_file_are_scored_again(flights: Any, root: Path, score: Any) -> None:
     flights.write_day(root, DAY, 10, seed=2, file="part-1.parquet")
     source = CountingSource(flights.source(root, rows_per_shard=10))

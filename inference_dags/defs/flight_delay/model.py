@@ -11,7 +11,7 @@ from inference_dags.defs.flight_delay.land import CATEGORICAL, NUMERIC
 
 FOLDER = Path(__file__).parent
 HIDDEN = (256, 256, 128)
-EMBEDDING = 64
+EMBEDDING = 96
 
 
 def vocabulary(name: str) -> list[str]:

@@ -37,8 +37,7 @@ def inputs(flights: pd.DataFrame) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """numeric float32 [N, K], then the ids of carrier, origin and dest, int32 [N] each."""
     numeric = torch.from_numpy(flights[[*NUMERIC]].to_numpy("float32"))
     carrier, origin, dest = (
-        torch.from_numpy(pd.Index(vocabulary(name)).get_indexer(flights[name]).astype("int32"))
-        for name in CATEGORICAL
+        torch.from_numpy(pd.Index(vocabulary(name)).get_indexer(flights[name]).astype("int32")) for name in CATEGORICAL
     )
     return numeric, carrier, origin, dest
 
