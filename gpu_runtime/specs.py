@@ -212,7 +212,9 @@ class ModelSpec:
 
     @property
     def digest(self) -> str:
-        return digest_of({"source_kind": type(self.source).__name__, "spec": self})
+        # Where an ONNX file lies differs from machine to machine; what it holds is the export's business.
+        source = self.source.factory if isinstance(self.source, TorchSource) else Path(self.source.path).name
+        return digest_of({**to_plain(self), "source": [type(self.source).__name__, source]})
 
     def module_inputs(self) -> tuple[TensorSpec, ...]:
         """The inputs as the bare module takes them, before normalisation is baked in."""

@@ -25,12 +25,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> dg.TableMetadataValue:
     columns = list(rows[0]) if rows else []
     kinds = {name: _column_type([row[name] for row in rows]) for name in columns}
     return dg.MetadataValue.table(
-        records=[
-            dg.TableRecord(
-                {k: v if v is not None else ("–" if kinds[k] == "string" else float("nan")) for k, v in r.items()}
-            )
-            for r in rows
-        ],
+        records=[dg.TableRecord(dict(row)) for row in rows],
         schema=dg.TableSchema([dg.TableColumn(name, kinds[name]) for name in columns]),
     )
 
@@ -109,5 +104,5 @@ def predictions_metadata(predictions: Predictions) -> Metadata:
 def _column_type(values: Sequence[Any]) -> str:
     known = [value for value in values if value is not None]
     if known and all(isinstance(value, int) and not isinstance(value, bool) for value in known):
-        return "int" if len(known) == len(values) else "float"
+        return "int"
     return "float" if known and all(isinstance(value, int | float) for value in known) else "string"

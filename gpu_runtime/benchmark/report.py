@@ -45,8 +45,7 @@ class Sweep:
         layouts = dict.fromkeys([(1, cores), (cores, 1)])
         return [
             Setting(engine.key, batch, streams, threads)
-            for batch in self.batches
-            if batch <= engine.max_batch
+            for batch in dict.fromkeys(min(batch, engine.max_batch) for batch in self.batches)
             for streams, threads in layouts
         ]
 

@@ -61,7 +61,7 @@ class ParquetSource:
         folder = day_folder(Path(self.root), day)
         shards: list[ShardTask] = []
         reading = reading_of(self)
-        for path in sorted(folder.rglob("*.parquet")):
+        for path in sorted(p for p in folder.rglob("*.parquet") if not p.name.startswith((".", "_"))):
             fingerprint = FileFingerprint.of(path, folder)
             try:
                 metadata = pq.read_metadata(path)

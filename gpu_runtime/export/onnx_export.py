@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import importlib.util
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -73,7 +74,7 @@ def export_model(spec: ModelSpec, store: ArtifactStore) -> ExportedModel:
     Raises `ExportError` when the graph has a fixed batch, mixes rows or computes something else.
     """
     source = _open_torch(spec) if isinstance(spec.source, TorchSource) else _open_onnx(spec)
-    recipe = digest_of({"spec": spec.digest, "weights": source.weights_digest, "opset": OPSET, "v": 1})
+    recipe = digest_of({"spec": spec.digest, "weights": source.weights_digest, "code": _code_digest(spec), "v": OPSET})
     if found := store.find(KIND, recipe):
         return ExportedModel(found)
     with store.draft(KIND, [recipe, spec.digest]) as draft:
@@ -222,6 +223,14 @@ def _onnx_digest(path: Path) -> str:
     model = onnx.load(str(path), load_external_data=False)
     beside = {ExternalDataInfo(tensor).location for tensor in _get_all_tensors(model) if uses_external_data(tensor)}
     return digest_of([file_digest(path), [file_digest(path.parent / name) for name in sorted(beside)]])
+
+
+def _code_digest(spec: ModelSpec) -> str | None:
+    """Digest of the factory's own file: a changed `forward` is another model though its weights are the same."""
+    if not isinstance(spec.source, TorchSource):
+        return None
+    found = importlib.util.find_spec(spec.source.factory.partition(":")[0])
+    return file_digest(Path(found.origin)) if found and found.origin else None
 
 
 def _weights_digest(module: Any) -> str:

@@ -24,7 +24,7 @@ import numpy as np
 
 from gpu_runtime.artifacts import file_digest
 from gpu_runtime.errors import PublicationConflictError, SpecError
-from gpu_runtime.predictions.quarantine import append_quarantine, read_quarantine
+from gpu_runtime.predictions.quarantine import append_quarantine, on_day, read_quarantine
 from gpu_runtime.predictions.receipts import Receipt, ReceiptStore
 from gpu_runtime.specs import TensorSpec, digest_of
 
@@ -177,14 +177,14 @@ class PredictionTable:
         """The day's predictions as a pandas frame."""
         from deltalake import DeltaTable
 
-        return DeltaTable(self.predictions).to_pandas(partitions=[("date", "=", day)])
+        return DeltaTable(self.predictions).to_pandas(filters=[on_day(day)])
 
     def count_day(self, day: str) -> tuple[int, int]:
         """Rows in the day's published files, and rows its publication has in quarantine: counted, not recalled."""
         import pyarrow.parquet as pq
         from deltalake import DeltaTable
 
-        uris = DeltaTable(self.predictions).file_uris(partition_filters=[("date", "=", day)])
+        uris = DeltaTable(self.predictions).file_uris(file_pruning_predicate=[("date", "=", day)])
         return sum(pq.read_metadata(uri).num_rows for uri in uris), len(self.read_quarantine(day))
 
     def read_quarantine(self, day: str) -> Any:
@@ -198,9 +198,7 @@ class PredictionTable:
         publication = self.current_publication(day)
         if publication is None:
             return None
-        found = DeltaTable(self.runs).to_pandas(
-            partitions=[("date", "=", day)], filters=[("publication", "=", publication)]
-        )
+        found = DeltaTable(self.runs).to_pandas(filters=[on_day(day), ("publication", "=", publication)])
         report: Mapping[str, Any] = json.loads(found["report"].iloc[0])
         return report
 
@@ -230,7 +228,7 @@ class PredictionTable:
 def _publication(table: Any, day: str) -> str | None:
     found = {
         Path(uri).name.removeprefix(_MARKER).removesuffix(".parquet")
-        for uri in table.file_uris(partition_filters=[("date", "=", day)])
+        for uri in table.file_uris(file_pruning_predicate=[("date", "=", day)])
         if Path(uri).name.startswith(_MARKER)
     }
     if len(found) > 1:
@@ -294,6 +292,7 @@ class ShardWriter:
             arrays.append(_column(values, pa.array(values.ravel())))
             names = self._schema.class_names.get(spec.name)
             if names is not None:
+                _check_names(spec, values, names)
                 arrays.append(_column(values, pa.array(np.asarray(names, object)[values.ravel()], pa.string())))
         arrays += [pa.array([self._engine_digest] * count), pa.array([self._run_id] * count)]
         self._pending.append(pa.RecordBatch.from_arrays(arrays, schema=pa.schema(self._schema.fields())))
@@ -324,6 +323,18 @@ class ShardWriter:
         if self._pending:
             self._writer.write_table(pa.Table.from_batches(self._pending, schema))
         self._pending, self._pending_rows = [], 0
+
+
+def _check_names(spec: TensorSpec, values: Any, names: Sequence[str]) -> None:
+    if values.size and not 0 <= values.min() <= values.max() < len(names):
+        raise SpecError(
+            "an output is no position in its class names",
+            stage="publish",
+            item=spec.name,
+            expected=f"0 … {len(names) - 1}",
+            got=f"{values.min()} … {values.max()}",
+            next_step="give `class_names` a file with one line for each class",
+        )
 
 
 def _column(values: Any, flat: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,6 @@ _FIELDS = ("row_key", "source_file", "source_position", "stage", "reason", "exce
 
 def append_quarantine(uri: Path, day: str, publication: str, run_id: str, rows: Sequence[QuarantinedRow]) -> None:
     """Add the rows under a publication id; they count once a day's publication of that id is committed."""
-    import datetime
-
     import pyarrow as pa
     from deltalake import write_deltalake
 
@@ -33,7 +32,12 @@ def read_quarantine(uri: Path, day: str, publication: str) -> Any:
 
     if not DeltaTable.is_deltatable(str(uri)):
         return pd.DataFrame(columns=["date", "publication", *_FIELDS])
-    return DeltaTable(uri).to_pandas(partitions=[("date", "=", day)], filters=[("publication", "=", publication)])
+    return DeltaTable(uri).to_pandas(filters=[on_day(day), ("publication", "=", publication)])
+
+
+def on_day(day: str) -> tuple[str, str, datetime.date]:
+    """The filter that reads one day's partition."""
+    return ("date", "=", datetime.date.fromisoformat(day))
 
 
 def _type(name: str) -> Any:

@@ -21,7 +21,7 @@ from gpu_runtime.scoring import Predictions, score_days
 from gpu_runtime.specs import digest_of
 from inference_dags.assets.upstream import Upstream
 from inference_dags.checks import results as checks
-from inference_dags.metadata import Metadata, artifact_metadata, benchmark_metadata, predictions_metadata, table
+from inference_dags.metadata import artifact_metadata, benchmark_metadata, predictions_metadata, table
 from inference_dags.pipeline import Pipeline
 from inference_dags.schedules import daily_job
 
@@ -341,7 +341,7 @@ def predictions(pipeline: Pipeline) -> dg.AssetsDefinition:
             )
         return dg.MaterializeResult(
             data_version=dg.DataVersion(digest_of([plan.scoring_key, [(p.day, p.report["inputs"]) for p in done]])),
-            metadata=predictions_metadata(done[0]) if len(done) == 1 else _range_metadata(done),
+            metadata=predictions_metadata(done[0]) if len(done) == 1 else {},
             check_results=[checks.accounting_result(done)],
         )
 
@@ -369,15 +369,6 @@ def _collect(
     if len(failed) == 1 and not done:
         raise next(iter(failed.values()))
     return done, failed
-
-
-def _range_metadata(days: list[Predictions]) -> Metadata:
-    return {
-        "days": len(days),
-        "rows_in": sum(day.rows_in for day in days),
-        "scored": sum(day.scored for day in days),
-        "quarantined_rows": sum(day.quarantined for day in days),
-    }
 
 
 def _upstream(

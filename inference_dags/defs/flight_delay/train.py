@@ -19,7 +19,7 @@ from inference_dags.defs.flight_delay.model import FOLDER, FlightDelay, vocabula
 EPOCHS = 3
 BATCH = 1024
 LEARNING_RATE = 1e-3
-WEIGHT_DECAY = 4.0  # strong: much of what holds in spring no longer does in autumn
+WEIGHT_DECAY = 4.0  # strong: spring holds only in part for autumn; it also keeps the embeddings small
 
 
 def months(first: int, last: int) -> pd.DataFrame:
