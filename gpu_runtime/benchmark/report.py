@@ -35,7 +35,7 @@ class Sweep:
     engine are then measured against each other in interleaved rounds of `round_s`."""
 
     batches: tuple[int, ...] = (1, 8, 32)
-    finalists: int = 1
+    finalists: int = 2
     rounds: int = 5
     round_s: float = 0.2
     probe_s: float = 0.05

@@ -104,7 +104,7 @@ class SweepSettings(Settings):
     """Which batch sizes the benchmark tries, and how long; see `gpu_runtime.benchmark.report.Sweep`."""
 
     batches: list[int] = Field(default=[1, 8, 32])
-    finalists: int = 1
+    finalists: int = 2
     rounds: int = 5
     round_s: float = 0.2
     probe_s: float = 0.05
