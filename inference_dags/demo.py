@@ -113,15 +113,15 @@ def tell(demo: Demo, runner: Runner) -> None:
     print(f"\nPlan {promotion.number} in force on {device.name} ({device.reason}): {promotion.plan.reason}")
     table = tables.table(demo.model)
     runs = [run for day in (demo.day, *days_between(demo.days)) if (run := table.read_run(day))]
-    rows, seconds = sum(r["rows_in"] for r in runs), sum(r["run"]["wall_s"] for r in runs if "run" in r)
     print(
-        f"\n{len(runs)} days: {rows:,} rows in = {sum(r['scored'] for r in runs):,} scored"
+        f"\n{len(runs)} days: {sum(r['rows_in'] for r in runs):,} rows in = {sum(r['scored'] for r in runs):,} scored"
         f" + {sum(r['quarantined'] for r in runs):,} quarantined, each day in one Delta transaction."
     )
-    if seconds:
-        largest = max((r for r in runs if "run" in r), key=lambda r: r["rows_in"])
+    if worked := [r for r in runs if "run" in r]:
+        rate = sum(r["run"]["rows"] for r in worked) / sum(r["run"]["wall_s"] for r in worked)
+        largest = max(worked, key=lambda r: r["run"]["rows"])
         print(
-            f"{rows / seconds:,.0f} rows/s over all days; the largest day {largest['day']}:"
+            f"{rate:,.0f} rows/s over all days; the largest day {largest['day']}:"
             f" {largest['rows_per_s']:,.0f} rows/s = {largest['of_engine_only']:.0%} of the engine alone,"
             f" {largest['of_shared_cpu_bound']:.0%} of what the shared cores allow;"
             f" held back by {largest['bottleneck']}: {largest['relief']}."

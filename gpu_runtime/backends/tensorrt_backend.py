@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 from gpu_runtime.artifacts import write_atomically
 from gpu_runtime.backends.protocol import EngineFile, EngineOptions, describe
 from gpu_runtime.device.protocol import Device, DeviceClass
+from gpu_runtime.device.select import cuda_devices
 from gpu_runtime.errors import BuildError, DeviceUnavailableError
 from gpu_runtime.specs import Graph
 
@@ -92,14 +93,8 @@ class TensorRtRtxBackend(_OnnxToEngine):
 
 def _no_gpu() -> str | None:
     # CUDA itself is asked: with no driver, a TensorRT Runtime object can end the process on first use.
-    try:
-        from cuda.bindings import runtime
-    except ImportError:
-        return "needs an NVIDIA GPU and driver: cuda-bindings, which looks for them, is not installed"
-    status, count = runtime.cudaGetDeviceCount()
-    if status != runtime.cudaError_t.cudaSuccess:
-        return f"needs an NVIDIA GPU and driver: CUDA reports {status.name}"
-    return None if count else "needs an NVIDIA GPU and driver: CUDA counts no device"
+    count, words = cuda_devices()
+    return None if count else f"needs an NVIDIA GPU and driver: {words}"
 
 
 @functools.cache

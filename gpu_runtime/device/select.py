@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from dataclasses import dataclass
 
@@ -25,20 +24,16 @@ def cuda_devices() -> tuple[int, str]:
     Asks the CUDA runtime itself: an installed library, or a provider's name in a list, proves nothing.
     """
     try:
-        found = importlib.util.find_spec("cuda.bindings.runtime")
-    except ModuleNotFoundError:
-        found = None
-    if found is None:
-        return 0, "cuda-bindings is not installed"
-    from cuda.bindings import runtime
-
+        from cuda.bindings import runtime
+    except ImportError:
+        return 0, "cuda-bindings, which looks for one, is not installed"
     try:
         error, count = runtime.cudaGetDeviceCount()
     except RuntimeError as failure:  # raised when not even the runtime library can be opened
         return 0, f"the CUDA runtime cannot be opened ({failure})"
     if error != runtime.cudaError_t.cudaSuccess:
-        return 0, f"CUDA says {error.name}"
-    return int(count), f"{count} CUDA device(s)"
+        return 0, f"CUDA reports {error.name}"
+    return int(count), f"CUDA counts {count} device(s)"
 
 
 def choose_device(asked: str) -> DeviceChoice:
@@ -53,7 +48,7 @@ def choose_device(asked: str) -> DeviceChoice:
     if asked == "auto":
         if not count:
             return DeviceChoice("cpu", f"no usable GPU: {words}")
-        return DeviceChoice("cpu", f"{words} found, but this release runs engines on CPUs only")
+        return DeviceChoice("cpu", f"{words}, but this release runs engines on CPUs only")
     raise DeviceUnavailableError(
         "the GPU cannot be used",
         stage="device",

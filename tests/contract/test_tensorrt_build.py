@@ -302,7 +302,7 @@ def test_int8_needs_the_scheme_of_that_name(tmp_path: Path) -> None:
             (runtime.cudaError_t.cudaErrorInsufficientDriver, None),
             "needs an NVIDIA GPU and driver: CUDA reports",
         ),
-        ((runtime.cudaError_t.cudaSuccess, 0), "needs an NVIDIA GPU and driver: CUDA counts no device"),
+        ((runtime.cudaError_t.cudaSuccess, 0), "needs an NVIDIA GPU and driver: CUDA counts 0 device"),
         ((runtime.cudaError_t.cudaSuccess, 1), "builds TensorRT engines but does not execute them yet"),
     ],
 )
@@ -318,7 +318,7 @@ def test_loading_says_why_it_cannot(answer: Any, reason: str, tmp_path: Path, mo
 
 def test_without_cuda_bindings_no_gpu_is_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
-    assert "cuda-bindings, which looks for them, is not installed" in TensorRtRtxBackend().runs_here()
+    assert "cuda-bindings, which looks for one, is not installed" in TensorRtRtxBackend().runs_here()
 
 
 RTX_ONLY = {"trt.ComputeCapability", "config.num_compute_capabilities", "config.set_compute_capability"}
