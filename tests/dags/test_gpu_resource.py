@@ -16,9 +16,9 @@ from gpu_runtime.promotion.store import PromotionStore
 
 
 def test_entering_a_run_opens_nothing() -> None:
-    with dg.build_resources({"gpu": GpuResource(device="cuda:7")}) as resources:
-        gpu = resources.gpu
-        pytest.raises(DeviceUnavailableError, gpu.open)  # only the first use looks at the device
+    absent = GpuResource(device="cuda:7")
+    with dg.build_resources({"gpu": absent}) as resources, pytest.raises(DeviceUnavailableError):
+        resources.gpu.open()  # only the first use looks at the device
 
 
 def test_the_engine_is_loaded_once_and_closed_with_the_run(promoted: Any) -> None:
