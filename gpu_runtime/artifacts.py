@@ -129,9 +129,13 @@ class ArtifactStore:
                 os.rename(final, aside)
                 os.rename(draft.folder, final)
                 shutil.rmtree(aside, ignore_errors=True)
+        self.point(kind, recipe_keys, digest)
+        return Artifact(kind, digest, final, files, content["metadata"])
+
+    def point(self, kind: str, recipe_keys: Sequence[str], digest: str) -> None:
+        """Make the recipe keys name that artifact from now on."""
         for key in recipe_keys:
             write_atomically(self.root / "recipes" / kind / key, digest.encode())
-        return Artifact(kind, digest, final, files, content["metadata"])
 
     def get(self, kind: str, digest: str) -> Artifact:
         """The artifact of that content digest, every byte checked against it."""

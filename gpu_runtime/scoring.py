@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,7 @@ from gpu_runtime.backends.protocol import Engine, EngineOptions
 from gpu_runtime.backends.registry import get_backend
 from gpu_runtime.datasets.partition import DatasetPartition, ShardReader, ShardTask, Source, check_unchanged
 from gpu_runtime.device.protocol import Device
-from gpu_runtime.errors import InferenceError, TooManyQuarantinedError
+from gpu_runtime.errors import DeviceError, InferenceError, TooManyQuarantinedError
 from gpu_runtime.executor.pipeline import Batch, ScoredBatch, StreamExecutor
 from gpu_runtime.executor.stage_clock import RunStats
 from gpu_runtime.predictions.delta_table import PredictionSchema, PredictionTable, ShardWriter
@@ -109,11 +110,15 @@ class Scorer:
         receipts: list[Receipt] = []
 
         def batches() -> Iterator[Batch]:
-            for number, task in enumerate(tasks):
-                reader = source.open(task)
-                writer = table.shard_writer(schema, task.day, task.index, self.plan.engine_digest, run_id)
-                opened[number] = _OpenShard(task, reader, writer)
-                yield from self.executor.batches(number, reader)
+            with ThreadPoolExecutor(1, thread_name_prefix="open") as opener:
+                coming = [opener.submit(source.open, task) for task in tasks[:1]]
+                for number, task in enumerate(tasks):
+                    reader = coming.pop().result()
+                    # The next shard is opened while this one is scored; one ahead bounds the memory.
+                    coming += [opener.submit(source.open, following) for following in tasks[number + 1 : number + 2]]
+                    writer = table.shard_writer(schema, task.day, task.index, self.plan.engine_digest, run_id)
+                    opened[number] = _OpenShard(task, reader, writer)
+                    yield from self.executor.batches(number, reader)
 
         def close_until(number: int) -> None:
             """Shards before `number` have got all their batches: write their receipts."""
@@ -127,8 +132,13 @@ class Scorer:
             if batch.stop == batch.reader.rows:
                 close_until(batch.shard + 1)
 
-        stats = self.executor.run(batches(), write)
-        close_until(len(tasks))
+        try:
+            stats = self.executor.run(batches(), write)
+            close_until(len(tasks))
+        except BaseException:
+            for shard in opened.values():
+                shard.writer.abandon()
+            raise
         return receipts, stats
 
     def _write(self, shard: _OpenShard, scored: ScoredBatch) -> None:
@@ -183,6 +193,7 @@ def score_partition(
 
     Raises `TooManyQuarantinedError` and publishes nothing when too large a share of the rows was quarantined.
     """
+    table.create(schema)
     previous = table.current_publication(partition.day)
     plan = scorer.plan
     found = {
@@ -274,13 +285,22 @@ def score_days(
     policy: ScoringPolicy,
     run_id: str,
 ) -> Iterator[tuple[str, Predictions | InferenceError]]:
-    """Score days one by one, each published as it finishes; a bad day does not cost the good ones."""
+    """Score days one by one, each published as it finishes; a bad day does not cost the good ones.
+
+    A failed device ends the range with `DeviceError`: the next day would meet the same device.
+    """
     for day in days:
+        outcome: Predictions | InferenceError
         try:
-            partition = source.partition(day)
-            yield day, score_partition(scorer, partition, source, schema, table, policy, run_id)
+            outcome = score_partition(scorer, source.partition(day), source, schema, table, policy, run_id)
+        except DeviceError:
+            raise
         except InferenceError as error:
-            yield day, error
+            outcome = error
+        except Exception as error:  # whatever a library raised belongs to this day alone
+            outcome = InferenceError("failed unexpectedly", stage="score", item=day, got=type(error).__name__)
+            outcome.__cause__ = error
+        yield day, outcome
 
 
 def _most_frequent(rows: Sequence[QuarantinedRow]) -> str:

@@ -25,6 +25,11 @@ class EngineSet:
         return self.artifact.digest
 
     @property
+    def device_class(self) -> DeviceClass:
+        """The class of device that the set was built on; an engine for a GPU names its own target."""
+        return DeviceClass.from_plain(self.artifact.metadata["device_class"])
+
+    @property
     def engines(self) -> dict[str, EngineFile]:
         """`backend:variant` → engine file."""
         return {
@@ -87,5 +92,5 @@ def build_engines(
                 got="; ".join(f"{key}: {reason}" for key, reason in not_built.items()),
                 next_step="install a backend, e.g. pip install 'inference-dags[cpu]'",
             )
-        draft.metadata = {"model": model, "engines": engines, "not_built": not_built}
+        draft.metadata = {"model": model, "device_class": device_class, "engines": engines, "not_built": not_built}
     return EngineSet(draft.finished())

@@ -64,8 +64,7 @@ class EngineFile:
     def from_sidecar(plain: Mapping[str, Any], folder: Path) -> EngineFile:
         values = dict(plain)
         values["path"] = folder / values["path"]
-        device = values["device_class"]
-        values["device_class"] = DeviceClass(device["kind"], device["name"], tuple(device["features"]))
+        values["device_class"] = DeviceClass.from_plain(values["device_class"])
         values["inputs"], values["outputs"] = tensor_specs(values["inputs"]), tensor_specs(values["outputs"])
         return EngineFile(**values)
 

@@ -63,13 +63,14 @@ class LoadedSetting:
                 self._device.copy_in(tensor.staging, tensor.buffer, tensor.staging.nbytes, slot.compute)
         self.latencies_ms: list[float] = []
         self.rates: list[float] = []
-        self.batch_s = self._run(setting.streams, setting.streams, [])  # allocates memory, chooses kernels
-        self.batch_s = self._run(setting.streams, setting.streams, []) / setting.streams
+        self._run(2 * setting.streams, 2 * setting.streams, [])  # allocates memory, chooses kernels, in every slot
+        self._wave_s = self._run(2 * setting.streams, 2 * setting.streams, [])
 
     def round(self, seconds: float) -> None:
         """Half of the time for latencies, half for the rate."""
         streams = self.setting.streams
-        batches = max(streams, round(seconds / 2 / self.batch_s))
+        # Whole waves only: a last one that leaves streams idle would underrate settings with many of them.
+        batches = 2 * streams * max(1, round(seconds / 2 / self._wave_s))
         self._run(batches, streams, self.latencies_ms)
         self.rates.append(batches * self.setting.batch / self._run(batches, 2 * streams, []))
 

@@ -23,7 +23,7 @@ from gpu_runtime.device.protocol import Device, DeviceClass
 from gpu_runtime.errors import GateError, InferenceError
 from gpu_runtime.executor.slots import allocate_slot
 from gpu_runtime.quality.gate import GatePolicy, Verdict, judge_accuracy, judge_speed
-from gpu_runtime.specs import Graph, digest_of
+from gpu_runtime.specs import Graph, ModelSpec, digest_of
 
 KIND = "benchmark"
 
@@ -80,8 +80,7 @@ class BenchmarkReport:
 
     @property
     def device_class(self) -> DeviceClass:
-        plain = self.artifact.metadata["device_class"]
-        return DeviceClass(plain["kind"], plain["name"], tuple(plain["features"]))
+        return DeviceClass.from_plain(self.artifact.metadata["device_class"])
 
     @property
     def results(self) -> list[EngineResult]:
@@ -102,8 +101,19 @@ class BenchmarkReport:
         return float(self.artifact.metadata["reference"])
 
     @property
+    def fp32_rows_per_s(self) -> float | None:
+        """The fastest FP32 engine's rate in this run: what every speed-up is relative to."""
+        rates = [m.rows_per_s for result in self.results if result.precision == "fp32" for m in result.measurements]
+        return max(rates, default=None)
+
+    @property
     def policy(self) -> GatePolicy:
         return GatePolicy(**self.artifact.metadata["policy"])
+
+    @property
+    def declaration(self) -> str:
+        """Digest of the model and of how its rows are read, as declared when this was measured."""
+        return str(self.artifact.metadata["declaration"])
 
     @property
     def engine_set(self) -> str:
@@ -122,13 +132,14 @@ class BenchmarkReport:
         return sorted(good, key=lambda result: -result.best.rows_per_s if result.best else 0.0)
 
 
-def benchmark_recipe(engines: EngineSet, gate_set: str) -> str:
-    """Under which a report is found again: the engines and the rows they were judged on."""
-    return digest_of({"engines": engines.digest, "gate_set": gate_set})
+def benchmark_recipe(declaration: str, engines: EngineSet, gate_set: str, policy: GatePolicy) -> str:
+    """Under which a report is found again: the declaration, the engines, the rows and the gate they were judged by."""
+    return digest_of({"declaration": declaration, "engines": engines.digest, "gate_set": gate_set, "policy": policy})
 
 
 def run_benchmark(
-    model: str,
+    spec: ModelSpec,
+    declaration: str,
     engines: EngineSet,
     reference_graph: Graph,
     gate_rows: RowSample,
@@ -139,15 +150,18 @@ def run_benchmark(
 ) -> BenchmarkReport:
     """Judge every engine's accuracy on this device, time those that keep it, judge their speed.
 
+    `declaration` is the digest of the model and of how its rows are read (`declaration_of`): a plan that comes out
+    of this report serves that declaration and no other.
     Never reused from an earlier run: whoever materializes a benchmark wants it measured.
     """
+    policy.check_output(reference_graph.outputs)
     reference = _reference_outputs(reference_graph, gate_rows, policy.output)
     base = policy.measure(reference, reference, gate_rows.labels)
     if not np.isfinite(base):
         raise GateError(
             "the metric says nothing on these rows",
             stage="benchmark",
-            item=f"{model}: {policy.metric}",
+            item=f"{spec.name}: {policy.metric}",
             expected="rows with labels of both kinds",
             got=f"{gate_rows.rows} rows",
             next_step="name other gate partitions",
@@ -163,8 +177,10 @@ def run_benchmark(
         except InferenceError as error:
             verdicts[key] = Verdict(False, (f"not run here: {error}",))
             continue
-        value = policy.measure(got, reference, gate_rows.labels)
-        values[key] = value if np.isfinite(value) else 0.0
+        except Exception as error:  # one engine that fails must not cost the others their report
+            verdicts[key] = Verdict(False, (f"failed here: {type(error).__name__}: {error}",))
+            continue
+        values[key] = policy.measure(got, reference, gate_rows.labels)
         verdicts[key] = judge_accuracy(policy, values[key], base)
     # A refused engine never serves; it is timed all the same, so that the table shows what it would have bought.
     runnable = [file for key, file in engines.engines.items() if key in values]
@@ -186,16 +202,18 @@ def run_benchmark(
                 file.digest,
                 file.precision,
                 file.nbytes,
-                values.get(key),
+                _finite_or_none(values.get(key)),
                 speedup if np.isfinite(speedup) else None,
                 verdict,
                 tuple(found),
                 tuple(probes.get(key, ())),
             )
         )
-    with store.draft(KIND, [benchmark_recipe(engines, gate_rows.digest)]) as draft:
+    with store.draft(KIND, [benchmark_recipe(declaration, engines, gate_rows.digest, policy)]) as draft:
         draft.metadata = {
-            "model": model,
+            "model": spec.name,
+            "version": spec.version,
+            "declaration": declaration,
             "engine_set": engines.digest,
             "device_class": device.device_class,
             "environment": describe_environment(),
@@ -231,6 +249,10 @@ def _sweep(
     for one in measure(engines, finalists, device, rows.inputs, rounds=sweep.rounds, round_s=sweep.round_s):
         measured.setdefault(one.setting.engine, []).append(one)
     return probes, measured
+
+
+def _finite_or_none(value: float | None) -> float | None:
+    return value if value is not None and np.isfinite(value) else None
 
 
 def _measurements(plain: Sequence[Mapping[str, Any]]) -> tuple[Measurement, ...]:
@@ -306,4 +328,4 @@ def _verdict_in_words(result: EngineResult) -> str:
     if result.verdict.passed:
         return "passed"
     reasons = "; ".join(result.verdict.reasons)
-    return reasons if result.value is None else f"refused: {reasons}"
+    return f"refused: {reasons}" if result.measurements else reasons

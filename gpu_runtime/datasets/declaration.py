@@ -9,8 +9,8 @@ from typing import Literal
 
 from gpu_runtime.datasets.image_folder import ImageFolderSource
 from gpu_runtime.datasets.parquet import ParquetSource
-from gpu_runtime.datasets.partition import Source
-from gpu_runtime.specs import TensorSpec
+from gpu_runtime.datasets.partition import Source, reading_of
+from gpu_runtime.specs import ModelSpec, TensorSpec, digest_of
 
 
 @dataclass(frozen=True)
@@ -30,3 +30,8 @@ class DatasetSpec:
         if self.format == "images":
             return ImageFolderSource(root, inputs, self.crop_fraction)
         return ParquetSource(root, inputs, self.columns, self.vocabularies, self.row_key, self.label)
+
+
+def declaration_of(model: ModelSpec, source: Source) -> str:
+    """Digest of the model's spec and of how its rows are read: what a gate's verdict holds for."""
+    return digest_of({"model": model.digest, "reading": reading_of(source)})

@@ -98,12 +98,12 @@ class ParquetSource:
                 got=type(error).__name__,
                 next_step="land the file again",
             ) from error
-        return ParquetReader(self, table.combine_chunks(), file, offset)
+        return ParquetReader(self, table.combine_chunks(), shard, offset)
 
     def _needed(self) -> list[str]:
-        """Every column that is read, once."""
+        """Every column that scoring reads, once. The label is none of them: it mostly comes later than the day."""
         needed = [c for columns in self.columns.values() for c in columns]
-        return list(dict.fromkeys([*needed, *(c for c in (self.row_key, self.label) if c)]))
+        return list(dict.fromkeys([*needed, *([self.row_key] if self.row_key else [])]))
 
     def _check_columns(self, schema: Any, item: str) -> None:
         for column in self._needed():
@@ -154,10 +154,10 @@ def _row_group_ranges(metadata: Any, rows_per_shard: int) -> list[tuple[int, int
 class ParquetReader:
     """A shard's columns as numpy arrays; converted and checked once, when the shard is opened."""
 
-    def __init__(self, source: ParquetSource, table: Any, file: str, offset: int) -> None:
-        self._source, self._file, self._offset = source, file, offset
+    def __init__(self, source: ParquetSource, table: Any, shard: ShardTask, offset: int) -> None:
+        self._source, self._shard, self._offset = source, shard, offset
+        self._file = shard.files[0].path
         self._keys = table.column(source.row_key) if source.row_key else None
-        self._label = table.column(source.label) if source.label else None
         self._table = table
         self._columns = {c: table.column(c) for columns in source.columns.values() for c in columns}
 
@@ -177,11 +177,26 @@ class ParquetReader:
         return keys, [self._file] * len(keys), positions
 
     def labels(self) -> npt.NDArray[Any] | None:
-        if self._label is None:
+        label = self._source.label
+        if label is None:
             return None
         import pyarrow as pa
+        import pyarrow.parquet as pq
 
-        return self._label.cast(pa.float64()).to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
+        with pq.ParquetFile(Path(self._shard.folder) / self._file) as parquet:
+            if label not in parquet.schema_arrow.names:
+                raise DatasetError(
+                    f"the label column {label!r} is missing",
+                    stage="dataset",
+                    item=f"{self._shard.day}/{self._file}",
+                    expected=label,
+                    got=", ".join(sorted(parquet.schema_arrow.names)),
+                    next_step="name days for the gate whose labels have arrived",
+                )
+            self._source._check_type(label, parquet.schema_arrow.field(label).type, f"{self._shard.day}/{self._file}")
+            assert self._shard.row_groups is not None
+            column = parquet.read_row_groups(list(range(*self._shard.row_groups)), columns=[label]).column(label)
+        return column.cast(pa.float64()).to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
 
     def pieces(self, start: int, stop: int, staging: Mapping[str, npt.NDArray[Any]]) -> list[Piece]:
         return [lambda: self._fill(start, stop, staging)] if stop > start else []

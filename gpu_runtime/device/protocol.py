@@ -8,7 +8,7 @@ failure to whoever waits for it, stream or thread, and the stream goes on with w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -33,6 +33,11 @@ class DeviceClass:
     kind: Literal["cpu", "cuda"]
     name: str
     features: tuple[str, ...] = ()
+
+    @staticmethod
+    def from_plain(plain: Mapping[str, Any]) -> DeviceClass:
+        """A class back from its JSON form."""
+        return DeviceClass(plain["kind"], plain["name"], tuple(plain["features"]))
 
     @property
     def id(self) -> str:

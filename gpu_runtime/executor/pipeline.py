@@ -14,7 +14,8 @@ Failure contract:
   1. A row that a decoder cannot read leaves a hole, and is reported once with its batch; the batch goes on.
   2. A batch that the engine fails on, while it is queued or while it runs, is bisected until single rows
      fail; those are reported, the rest kept.
-     Out of memory is no row's fault: the run ends with `DeviceError`.
+     Out of memory is no row's fault, nor is an engine that fails on hundreds of rows in a row: the run ends with
+     `DeviceError`.
   3. A row whose output is not finite is reported, not returned as scored.
   4. A decoder that raises anything but a row's failure, a source that raises, or `write` that raises, ends
      the run with that error. Batches already written stay written; no later batch is written.
@@ -29,7 +30,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
@@ -42,9 +43,13 @@ from gpu_runtime.datasets.decode import DecodePool
 from gpu_runtime.datasets.partition import RowFailure, ShardReader
 from gpu_runtime.device.host import usable_cores
 from gpu_runtime.device.protocol import Device
+from gpu_runtime.errors import DeviceError
 from gpu_runtime.executor.failures import bisect_rows, unusable_outputs
 from gpu_runtime.executor.slots import Slot, allocate_slot
 from gpu_runtime.executor.stage_clock import RunStats, StageTime
+
+_HOPELESS_ROWS = 256
+"""After so many rows, in two batches or more of which not one row passed, it is the engine that is broken."""
 
 
 @dataclass(frozen=True)
@@ -180,9 +185,10 @@ class _Run:
         self._running: queue.SimpleQueue[_Flight | BaseException | None] = queue.SimpleQueue()
         self._stop = threading.Event()
         self._rows = self._count = self._padded = 0
-        self._wait_free_s = self._wait_decode_s = self._wait_compute_s = self._write_s = 0.0
+        self._wait_free_s = self._wait_decode_s = self._wait_compute_s = self._write_s = self._read_s = 0.0
         self._latencies_ms: list[float] = []
         self._most_pieces = 1
+        self._hopeless = 0  # rows in a row that the engine failed on
 
     def execute(self) -> RunStats:
         executor = self._executor
@@ -209,6 +215,7 @@ class _Run:
         wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
         decoding = min(pool.workers, len(executor._slots) * self._most_pieces)  # workers that can have work
         busy = {
+            "read": (self._read_s, 0.0, 1),
             "decode": (pool.busy_s - decode_before, self._wait_decode_s, decoding),
             "compute": (sum(s.busy_s for s in streams) - compute_before, self._wait_compute_s, len(streams)),
             "write": (self._write_s, self._wait_free_s, 1),
@@ -239,8 +246,21 @@ class _Run:
             out.put(None)
 
     def _fill(self) -> None:
+        batches = iter(self._batches)
+        try:
+            self._fill_from(batches)
+        finally:
+            if isinstance(batches, Generator):
+                batches.close()  # here, not whenever it is collected: it may hold files and threads
+
+    def _fill_from(self, batches: Iterator[Batch]) -> None:
         executor = self._executor
-        for batch in self._batches:
+        while True:
+            started = time.perf_counter()
+            batch = next(batches, None)  # opens the next shard where one ends
+            self._read_s += time.perf_counter() - started
+            if batch is None:
+                return
             started = time.perf_counter()
             slot = self._free.get()
             self._wait_free_s += time.perf_counter() - started
@@ -273,8 +293,7 @@ class _Run:
                 _await_all(flight.pieces)
             self._wait_decode_s += time.perf_counter() - started
             count = flight.batch.stop - flight.batch.start
-            for row in [failure.row for failure in flight.failures] + list(range(count, executor.batch)):
-                flight.slot.fill_hole(row)
+            flight.slot.fill_holes([failure.row for failure in flight.failures] + list(range(count, executor.batch)))
             flight.dispatched_at = time.perf_counter()
             executor._queue(flight)
             self._running.put(flight)
@@ -293,6 +312,8 @@ class _Run:
                 flight.finish()
             except Exception as error:
                 results = self._rescue(flight, rows, error)
+            else:
+                self._hopeless = 0
             ready = time.perf_counter()
             self._wait_compute_s += ready - started
             self._latencies_ms.append((ready - flight.dispatched_at) * 1e3)
@@ -319,15 +340,23 @@ class _Run:
             chosen = set(part)
             for tensor in slot.inputs:
                 tensor.rows[:] = inputs[tensor.spec.name]
-            for row in range(executor.batch):
-                if row not in chosen:
-                    slot.fill_hole(row)
+            slot.fill_holes([row for row in range(executor.batch) if row not in chosen])
             executor._queue(flight)
             flight.finish()
             for tensor in slot.outputs:
                 kept[tensor.spec.name][list(part)] = tensor.rows[list(part)]
 
-        flight.failures += bisect_rows(rows, run, error, executor.engine.file.key)
+        failures = bisect_rows(rows, run, error, executor.engine.file.key)
+        flight.failures += failures
+        earlier, self._hopeless = self._hopeless, self._hopeless + len(rows) if len(failures) == len(rows) else 0
+        if earlier and self._hopeless >= _HOPELESS_ROWS:
+            raise DeviceError(
+                f"the engine failed on each of {self._hopeless} rows in a row",
+                stage="execute",
+                item=executor.engine.file.key,
+                got=f"{type(error).__name__}: {error}",
+                next_step="materialize engine, benchmark and serving_plan again; no row is to blame",
+            ) from error
         return kept
 
     def _settle(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,10 +54,11 @@ class Slot:
         outputs = {tensor.spec.name: tensor.array for tensor in self.outputs}
         self.context.enqueue(inputs, outputs, self.compute)
 
-    def fill_hole(self, row: int) -> None:
-        """Put a harmless value, inside the declared range, where a row is missing."""
-        for tensor in self.inputs:
-            tensor.rows[row] = hole_value(tensor.spec)
+    def fill_holes(self, rows: Sequence[int]) -> None:
+        """Put a harmless value, inside the declared range, where rows are missing."""
+        if rows:
+            for tensor in self.inputs:
+                tensor.rows[list(rows)] = hole_value(tensor.spec)
 
 
 def allocate_slot(file: EngineFile, device: Device, batch: int, context: Context, compute: Stream) -> Slot:

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-Stage = Literal["decode", "compute", "write"]
+Stage = Literal["read", "decode", "compute", "write"]
 
 _RELIEF: dict[str, str] = {
+    "read": "fewer and larger files, a column layout that needs less conversion, or a faster disk",
     "decode": "more decode workers, smaller source files, or decoding on the device",
     "compute": "a faster precision or backend, a larger batch, more streams, or another device",
     "write": "fewer or narrower output columns, or a faster disk",

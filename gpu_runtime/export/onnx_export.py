@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import importlib.util
+import inspect
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -74,8 +74,9 @@ def export_model(spec: ModelSpec, store: ArtifactStore) -> ExportedModel:
     Raises `ExportError` when the graph has a fixed batch, mixes rows or computes something else.
     """
     source = _open_torch(spec) if isinstance(spec.source, TorchSource) else _open_onnx(spec)
-    recipe = digest_of({"spec": spec.digest, "weights": source.weights_digest, "code": _code_digest(spec), "v": OPSET})
+    recipe = digest_of({"spec": spec.digest, "weights": source.weights_digest, "code": source.code_digest, "v": OPSET})
     if found := store.find(KIND, recipe):
+        store.point(KIND, [spec.digest], found.digest)
         return ExportedModel(found)
     with store.draft(KIND, [recipe, spec.digest]) as draft:
         core, path = draft.folder / "core.onnx", draft.folder / "model.onnx"
@@ -104,7 +105,7 @@ class TorchModel:
 
     def __init__(self, module: Any, spec: ModelSpec) -> None:
         self._module, self._spec = module, spec
-        self.weights_digest = _weights_digest(module)
+        self.weights_digest, self.code_digest = _weights_digest(module), _code_digest(module)
 
     def write(self, path: Path) -> None:
         import onnx
@@ -158,6 +159,8 @@ class TorchModel:
 
 class OnnxModel:
     """An ONNX file as the origin; it is its own reference."""
+
+    code_digest = None  # all that it computes is in the file
 
     def __init__(self, path: Path) -> None:
         from gpu_runtime.backends.onnxruntime_backend import ReferenceSession
@@ -225,12 +228,15 @@ def _onnx_digest(path: Path) -> str:
     return digest_of([file_digest(path), [file_digest(path.parent / name) for name in sorted(beside)]])
 
 
-def _code_digest(spec: ModelSpec) -> str | None:
-    """Digest of the factory's own file: a changed `forward` is another model though its weights are the same."""
-    if not isinstance(spec.source, TorchSource):
-        return None
-    found = importlib.util.find_spec(spec.source.factory.partition(":")[0])
-    return file_digest(Path(found.origin)) if found and found.origin else None
+def _code_digest(module: Any) -> str:
+    """Digest of the files that define the module's classes: a changed `forward` is another model, same weights or
+    not. torch's own classes do not count; its version is the environment's."""
+    files = {inspect.getsourcefile(type(part)) for part in module.modules() if not _is_torchs(type(part))}
+    return digest_of(sorted(file_digest(Path(file)) for file in files if file))
+
+
+def _is_torchs(cls: type) -> bool:
+    return cls.__module__.partition(".")[0] == "torch"
 
 
 def _weights_digest(module: Any) -> str:

@@ -1,7 +1,7 @@
 """Predictions: a Delta table, one partition a day, each day published by one transaction.
 
-A publication is named in the table's state, not only in the log: with its shards, every day holds an empty
-typed file `publication-<id>.parquet`, which also is what makes a day without rows exist.
+A day's publication is a number in the table's own state, not only in the log: each commit carries a transaction
+action (`day/<day>` → number), which outlives log clean-up and compaction. Quarantine and run reports carry the number.
 
 deltalake's own conflict checking lets two *first* publications of a partition both succeed (seen with 1.6.6).
 So commits never retry by themselves: on a conflict the day's publication is compared with the one read at
@@ -13,6 +13,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import secrets
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -24,11 +25,10 @@ import numpy as np
 
 from gpu_runtime.artifacts import file_digest
 from gpu_runtime.errors import PublicationConflictError, SpecError
-from gpu_runtime.predictions.quarantine import append_quarantine, on_day, read_quarantine
+from gpu_runtime.predictions.quarantine import append_quarantine, on_day, quarantine_schema, read_quarantine
 from gpu_runtime.predictions.receipts import Receipt, ReceiptStore
 from gpu_runtime.specs import TensorSpec, digest_of
 
-_MARKER = "publication-"
 _ATTEMPTS = 20
 _ROWS_PER_GROUP = 65_536
 
@@ -93,6 +93,26 @@ class PredictionTable:
             return None
         return _publication(DeltaTable(self.predictions), day)
 
+    def create(self, schema: PredictionSchema) -> None:
+        """Make the tables where they do not exist. Safe for many writers at once, before any of them commits."""
+        from deltalake import DeltaTable
+        from deltalake.exceptions import DeltaError
+
+        wanted = {
+            self.predictions: schema.arrow(),
+            self.quarantine: quarantine_schema(),
+            self.runs: _run_schema(),
+        }
+        for path, fields in wanted.items():
+            for attempt in range(_ATTEMPTS):
+                if DeltaTable.is_deltatable(str(path)):
+                    break
+                try:
+                    DeltaTable.create(path, fields, mode="error", partition_by=["date"])
+                except DeltaError:  # somebody else is creating it: look again
+                    if attempt == _ATTEMPTS - 1:
+                        raise
+
     def shard_writer(self, schema: PredictionSchema, day: str, shard: int, engine_digest: str, run_id: str) -> Any:
         return ShardWriter(self.predictions, schema, day, shard, engine_digest, run_id)
 
@@ -114,16 +134,27 @@ class PredictionTable:
         """
         from deltalake import CommitProperties, DeltaTable
         from deltalake.exceptions import CommitFailedError
-        from deltalake.transaction import AddAction, RemoveAction
+        from deltalake.transaction import AddAction, RemoveAction, Transaction
 
-        publication = uuid.uuid4().hex
-        table = DeltaTable.create(self.predictions, schema.arrow(), mode="ignore", partition_by=["date"])
+        self.create(schema)
+        table = DeltaTable(self.predictions)
+        active = _files(table, day)
+        files = [(receipt.file, receipt.rows) for receipt in receipts if receipt.rows]
+        if (
+            files
+            and active == {file for file, _ in files}
+            and previous is not None
+            and previous == _publication(table, day)
+        ):
+            return previous  # the very files that are published already: nothing to replace
+        # One commit may not both add and remove a path, so a file that is active already comes in under a new name.
+        files = [(self._renewed(file) if file in active else file, rows) for file, rows in files]
+        publication = str(new_publication())
         rows = [row for receipt in receipts for row in receipt.quarantined]
         if rows:
             append_quarantine(self.quarantine, day, publication, run_id, rows)
         self._append_run(day, publication, run_id, report)
-        files = [(receipt.file, receipt.rows) for receipt in receipts if receipt.rows]
-        files.append((self._write_marker(schema, day, publication), 0))
+        files = files or [(self._write_empty(schema, day), 0)]
         actions: list[AddAction | RemoveAction] = [
             AddAction(
                 file,
@@ -159,6 +190,7 @@ class PredictionTable:
                             "rows": str(sum(count for _, count in files)),
                             "quarantined": str(len(rows)),
                         },
+                        app_transactions=[Transaction(app_id=_app_id(day), version=int(publication))],
                         max_commit_retries=0,
                     ),
                 )
@@ -206,36 +238,52 @@ class PredictionTable:
         import pyarrow as pa
         from deltalake import write_deltalake
 
-        row = {
-            "date": pa.array([datetime.date.fromisoformat(day)], pa.date32()),
-            "publication": [publication],
-            "run_id": [run_id],
-            "report": [json.dumps(report)],
-        }
-        write_deltalake(self.runs, pa.table(row), mode="append", partition_by=["date"])
+        row = [[datetime.date.fromisoformat(day)], [publication], [run_id], [json.dumps(report)]]
+        write_deltalake(self.runs, pa.table(row, schema=_run_schema()), mode="append", partition_by=["date"])
 
-    def _write_marker(self, schema: PredictionSchema, day: str, publication: str) -> str:
+    def _write_empty(self, schema: PredictionSchema, day: str) -> str:
+        """A typed file without rows: a day without rows is a partition all the same."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        name = f"date={day}/{_MARKER}{publication}.parquet"
+        name = f"date={day}/empty-{uuid.uuid4().hex}.parquet"
         path = self.predictions / name
         path.parent.mkdir(parents=True, exist_ok=True)
         pq.write_table(pa.schema(schema.fields()).empty_table(), path)
         return name
 
+    def _renewed(self, file: str) -> str:
+        """The same bytes under another name, in the same folder."""
+        renewed = f"{file.rpartition('-')[0]}-{uuid.uuid4().hex}.parquet"
+        os.link(self.predictions / file, self.predictions / renewed)
+        return renewed
+
+
+def _run_schema() -> Any:
+    import pyarrow as pa
+
+    text = ("publication", "run_id", "report")
+    return pa.schema([pa.field("date", pa.date32()), *(pa.field(name, pa.string()) for name in text)])
+
+
+def new_publication() -> int:
+    """A publication's number: later ones are larger, and no two writers draw the same one."""
+    return (time.time_ns() >> 16 << 16) | secrets.randbits(16)
+
+
+def _app_id(day: str) -> str:
+    return f"day/{day}"
+
 
 def _publication(table: Any, day: str) -> str | None:
-    found = {
-        Path(uri).name.removeprefix(_MARKER).removesuffix(".parquet")
-        for uri in table.file_uris(file_pruning_predicate=[("date", "=", day)])
-        if Path(uri).name.startswith(_MARKER)
-    }
-    if len(found) > 1:
-        raise PublicationConflictError(
-            "the day holds two publications at once", stage="publish", item=day, got=", ".join(sorted(found))
-        )
-    return next(iter(found), None)
+    version = table.transaction_version(_app_id(day))
+    return None if version is None else str(version)
+
+
+def _files(table: Any, day: str) -> set[str]:
+    """The day's data files as the table holds them now, relative to it; an empty day's file does not count."""
+    uris = table.file_uris(file_pruning_predicate=[("date", "=", day)])
+    return {f"date={day}/{Path(uri).name}" for uri in uris if not Path(uri).name.startswith("empty-")}
 
 
 def _widened(table: Any, schema: PredictionSchema, day: str) -> Any:
@@ -300,6 +348,12 @@ class ShardWriter:
         self.rows += count
         if self._pending_rows >= _ROWS_PER_GROUP:
             self._flush()
+
+    def abandon(self) -> None:
+        """Close and remove a file that will not be finished."""
+        if self._writer is not None:
+            self._writer.close()
+        (self._table / self.file).unlink(missing_ok=True)
 
     def finish(self) -> tuple[int, str]:
         """Complete the file on disk; returns its size and SHA-256."""

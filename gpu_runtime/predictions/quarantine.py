@@ -17,12 +17,24 @@ def append_quarantine(uri: Path, day: str, publication: str, run_id: str, rows: 
     import pyarrow as pa
     from deltalake import write_deltalake
 
-    count = len(rows)
-    columns: dict[str, Any] = {name: pa.array([getattr(r, name) for r in rows], _type(name)) for name in _FIELDS}
-    columns["date"] = pa.array([datetime.date.fromisoformat(day)] * count, pa.date32())
-    columns["publication"] = pa.array([publication] * count, pa.string())
-    columns["run_id"] = pa.array([run_id] * count, pa.string())
-    write_deltalake(uri, pa.table(columns), mode="append", partition_by=["date"])
+    columns: dict[str, Any] = {name: [getattr(row, name) for row in rows] for name in _FIELDS}
+    shared = {"date": datetime.date.fromisoformat(day), "publication": publication, "run_id": run_id}
+    columns |= {name: [value] * len(rows) for name, value in shared.items()}
+    write_deltalake(uri, pa.table(columns, schema=quarantine_schema()), mode="append", partition_by=["date"])
+
+
+def quarantine_schema() -> Any:
+    """The table's columns, as Arrow fields."""
+    import pyarrow as pa
+
+    text = ("row_key", "source_file", "stage", "reason", "exception", "publication", "run_id")
+    return pa.schema(
+        [
+            pa.field("date", pa.date32()),
+            *(pa.field(name, pa.string()) for name in text),
+            pa.field("source_position", pa.int64()),
+        ]
+    )
 
 
 def read_quarantine(uri: Path, day: str, publication: str) -> Any:
@@ -38,9 +50,3 @@ def read_quarantine(uri: Path, day: str, publication: str) -> Any:
 def on_day(day: str) -> tuple[str, str, datetime.date]:
     """The filter that reads one day's partition."""
     return ("date", "=", datetime.date.fromisoformat(day))
-
-
-def _type(name: str) -> Any:
-    import pyarrow as pa
-
-    return pa.int64() if name == "source_position" else pa.string()

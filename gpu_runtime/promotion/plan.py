@@ -15,6 +15,7 @@ from gpu_runtime.device.host import usable_cores
 from gpu_runtime.device.protocol import DeviceClass
 from gpu_runtime.errors import GateError, PlanError
 from gpu_runtime.promotion.search import explain, fastest
+from gpu_runtime.quality.gate import GatePolicy
 from gpu_runtime.specs import digest_of
 
 
@@ -28,6 +29,7 @@ class ServingPlan:
 
     model: str
     model_version: str
+    declaration: str
     device_class: DeviceClass
     engine: str
     engine_set: str
@@ -51,18 +53,33 @@ class ServingPlan:
 
     @property
     def scoring_key(self) -> str:
-        """Digest of everything in the plan that changes a score. Batch and streams do not."""
-        return digest_of({"model": self.model, "version": self.model_version, "engine": self.engine_digest})
+        """Digest of everything in the plan that changes a score; batch and streams do not. A day is scored by one
+        class of device, so its class is part of it."""
+        return digest_of(
+            {
+                "model": self.model,
+                "version": self.model_version,
+                "declaration": self.declaration,
+                "engine": self.engine_digest,
+                "device_class": self.device_class,
+            }
+        )
+
+    def check_declaration(self, declaration: str) -> None:
+        """Raise `PlanError` unless the model and the reading of its rows are still those that passed the gate."""
+        if declaration != self.declaration:
+            raise PlanError(
+                "the model's or its inputs' declaration changed since the gate",
+                stage="serving plan",
+                item=self.model,
+                expected=f"declaration {self.declaration[:12]}",
+                got=declaration[:12],
+                next_step=f"materialize {self.model}/onnx_model … {self.model}/serving_plan with the new declaration",
+            )
 
     @staticmethod
     def from_plain(plain: Mapping[str, Any]) -> ServingPlan:
-        device = plain["device_class"]
-        return ServingPlan(
-            **{
-                **plain,
-                "device_class": DeviceClass(device["kind"], device["name"], tuple(device["features"])),
-            }
-        )
+        return ServingPlan(**{**plain, "device_class": DeviceClass.from_plain(plain["device_class"])})
 
     def engine_file(self, store: ArtifactStore) -> EngineFile:
         """The promoted engine from the store, its bytes verified."""
@@ -80,16 +97,38 @@ class ServingPlan:
         return file
 
 
-def choose_plan(model: str, version: str, report: BenchmarkReport) -> ServingPlan:
-    """The plan the report allows. Raises `GateError`, with every refusal, when no engine passed."""
+def choose_plan(
+    report: BenchmarkReport, *, declaration: str, engine_set: str, policy: GatePolicy, device_class: DeviceClass
+) -> ServingPlan:
+    """The plan the report allows, by the verdicts inside it.
+
+    Raises `GateError` when the report is of another declaration, engine set, gate or device than is asked for, and,
+    with every refusal, when no engine passed.
+    """
+    model = str(report.artifact.metadata["model"])
+    for what, wanted, got in (
+        ("declaration of the model and its inputs", declaration, report.declaration),
+        ("engine set", engine_set, report.engine_set),
+        ("gate", policy, report.policy),
+        ("class of device", device_class, report.device_class),
+    ):
+        if wanted != got:
+            raise GateError(
+                f"the benchmark is of another {what}",
+                stage="serving plan",
+                item=model,
+                expected=_short(wanted),
+                got=_short(got),
+                next_step=f"materialize {model}/benchmark on this machine, then {model}/serving_plan",
+            )
     chosen = fastest(report)
     if chosen is None:
         raise GateError(
             "no engine passed the gate",
             stage="serving plan",
             item=model,
-            expected=f"{report.policy.metric} within {report.policy.max_drop:g} of {report.reference:.4f}"
-            + (f" and at least {report.policy.min_value:g}" if report.policy.min_value is not None else ""),
+            expected=f"{policy.metric} within {policy.max_drop:g} of {report.reference:.4f}"
+            + (f" and at least {policy.min_value:g}" if policy.min_value is not None else ""),
             got="; ".join(f"{r.engine}: {', '.join(r.verdict.reasons)}" for r in report.results),
             next_step="the plan in force stays; change the INT8 recipes or the gate and materialize again",
         )
@@ -97,7 +136,8 @@ def choose_plan(model: str, version: str, report: BenchmarkReport) -> ServingPla
     assert result.value is not None
     return ServingPlan(
         model=model,
-        model_version=version,
+        model_version=str(report.artifact.metadata["version"]),
+        declaration=report.declaration,
         device_class=report.device_class,
         engine=result.engine,
         engine_set=report.engine_set,
@@ -113,3 +153,7 @@ def choose_plan(model: str, version: str, report: BenchmarkReport) -> ServingPla
         value=result.value,
         reference=report.reference,
     )
+
+
+def _short(value: object) -> str:
+    return value[:12] if isinstance(value, str) else str(value)

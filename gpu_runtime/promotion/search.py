@@ -25,11 +25,13 @@ def explain(report: BenchmarkReport, chosen: EngineResult, setting: Measurement)
     refused = [r for r in report.results if r.value is not None and not r.verdict.passed]
     text = (
         f"{chosen.engine} keeps {report.policy.metric} {chosen.value:.4f} (FP32 {report.reference:.4f}, "
-        f"at most {report.policy.max_drop:g} lost) and is the fastest of {len(report.passed)} engines that passed: "
+        f"at most {report.policy.max_drop:g} lost) and is the fastest of {len(report.passed)} engines that passed "
+        f"(among rates within 3 %, the one of the lowest p99): "
         f"{setting.rows_per_s:,.0f} rows/s at batch {setting.setting.batch} × {setting.setting.streams} streams"
     )
-    if chosen.speedup is not None:
-        text += f", {chosen.speedup:.2f} × the best FP32 engine"
+    baseline = report.fp32_rows_per_s
+    if baseline:
+        text += f", {setting.rows_per_s / baseline:.2f} × the best FP32 engine"
     if refused:
         text += "; refused: " + ", ".join(f"{r.engine} ({', '.join(r.verdict.reasons)})" for r in refused)
     return text + "."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,7 +12,7 @@ import numpy.typing as npt
 
 from gpu_runtime.errors import GateError, SpecError
 from gpu_runtime.quality.metrics import accuracy, agreement, auc
-from gpu_runtime.specs import Precision
+from gpu_runtime.specs import Precision, TensorSpec
 
 Metric = Literal["auc", "top1", "agreement"]
 
@@ -41,6 +42,21 @@ class GatePolicy:
                 item=self.metric,
                 expected="0 <= max_drop < 1 and min_speedup >= 0",
                 got=f"max_drop {self.max_drop}, min_speedup {self.min_speedup}",
+            )
+
+    def check_output(self, outputs: Sequence[TensorSpec]) -> None:
+        """Raise `GateError` unless the metric can read its output: a metric of the wrong tensor passes anything."""
+        spec = next((one for one in outputs if one.name == self.output), None)
+        scores = spec is not None and spec.numpy_dtype.kind == "f" and spec.shape in ((), (1,))
+        classes = spec is not None and spec.numpy_dtype.kind in "iu" and len(spec.shape) <= 1
+        if not (scores if self.metric == "auc" else classes):
+            raise GateError(
+                f"{self.metric} cannot read this output",
+                stage="gate",
+                item=self.output,
+                expected="one float score a row" if self.metric == "auc" else "class indices, best first (see `top_k`)",
+                got=f"{spec.dtype} rows of shape {spec.shape}" if spec else f"outputs {[o.name for o in outputs]}",
+                next_step="name another output under `gate`, or bake top-k into the graph",
             )
 
     def measure(

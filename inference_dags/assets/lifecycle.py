@@ -12,6 +12,7 @@ from inference_resources import ArtifactStoreResource, DatasetResource, GpuResou
 
 from gpu_runtime.backends.engine_set import build_engines
 from gpu_runtime.benchmark.report import run_benchmark
+from gpu_runtime.datasets.declaration import declaration_of
 from gpu_runtime.errors import InferenceError
 from gpu_runtime.export.onnx_export import export_model
 from gpu_runtime.promotion.plan import choose_plan
@@ -87,8 +88,8 @@ def daily_input(pipeline: Pipeline) -> dg.AssetsDefinition:
                 {"inputs": partition.digest, "files": partition.files, "bytes": partition.nbytes}, partition_key=day
             )
         return dg.MaterializeResult(
-            data_version=dg.DataVersion(found[0].digest if len(found) == 1 else digest_of([p.digest for p in found])),
-            metadata={"days": len(found), "shards": sum(len(p.shards) for p in found)},
+            data_version=dg.DataVersion(found[0].digest) if len(found) == 1 else None,  # one for all would be wrong
+            metadata={"shards": len(found[0].shards)} if len(found) == 1 else {},
         )
 
     return inputs
@@ -243,7 +244,8 @@ def benchmark(pipeline: Pipeline) -> dg.AssetsDefinition:
         upstream = _upstream(context, pipeline, artifacts, dataset)
         device = gpu.open()
         report = run_benchmark(
-            pipeline.name,
+            pipeline.model,
+            upstream.declaration,
             upstream.engines(device.device_class),
             upstream.exported().graph(),
             upstream.sample(pipeline.gate_rows),
@@ -276,12 +278,18 @@ def serving_plan(pipeline: Pipeline) -> dg.AssetsDefinition:
         dataset: DatasetResource,
         gpu: GpuResource,
     ) -> dg.MaterializeResult:
-        report = _upstream(context, pipeline, artifacts, dataset).report(gpu.open().device_class)
-        plan = choose_plan(pipeline.name, pipeline.model.version, report)
+        upstream, device_class = _upstream(context, pipeline, artifacts, dataset), gpu.open().device_class
+        plan = choose_plan(
+            upstream.report(device_class),
+            declaration=upstream.declaration,
+            engine_set=upstream.engines(device_class).digest,
+            policy=pipeline.gate,
+            device_class=device_class,
+        )
         promotion = artifacts.promotions().promote(plan)
         plan = promotion.plan
         return dg.MaterializeResult(
-            data_version=dg.DataVersion(plan.digest),
+            data_version=dg.DataVersion(plan.scoring_key),  # another batch size makes no day stale
             metadata={
                 "digest": plan.digest,
                 "promotion": promotion.number,
@@ -321,6 +329,7 @@ def predictions(pipeline: Pipeline) -> dg.AssetsDefinition:
     ) -> dg.MaterializeResult:
         plan = artifacts.promotions().current(pipeline.name, gpu.open().device_class).plan
         source = dataset.source(pipeline.dataset, pipeline.model.inputs)
+        plan.check_declaration(declaration_of(pipeline.model, source))
         scorer = gpu.scorer(plan, artifacts.store())
         days = score_days(
             context.partition_keys,
@@ -340,7 +349,9 @@ def predictions(pipeline: Pipeline) -> dg.AssetsDefinition:
                 allow_retries=True,
             )
         return dg.MaterializeResult(
-            data_version=dg.DataVersion(digest_of([plan.scoring_key, [(p.day, p.report["inputs"]) for p in done]])),
+            data_version=dg.DataVersion(digest_of([plan.scoring_key, done[0].report["inputs"]]))
+            if len(done) == 1
+            else None,
             metadata=predictions_metadata(done[0]) if len(done) == 1 else {},
             check_results=[checks.accounting_result(done)],
         )

@@ -12,6 +12,7 @@ from gpu_runtime.backends.engine_set import KIND as ENGINE_KIND
 from gpu_runtime.backends.engine_set import EngineSet, engine_recipe
 from gpu_runtime.benchmark.report import KIND as BENCHMARK_KIND
 from gpu_runtime.benchmark.report import BenchmarkReport, benchmark_recipe
+from gpu_runtime.datasets.declaration import declaration_of
 from gpu_runtime.datasets.partition import Source
 from gpu_runtime.datasets.sample import RowSample, sample_digest, sample_rows
 from gpu_runtime.device.protocol import DeviceClass
@@ -32,6 +33,10 @@ class Upstream:
     pipeline: Pipeline
     store: ArtifactStore
     source: Source
+
+    @property
+    def declaration(self) -> str:
+        return declaration_of(self.pipeline.model, self.source)
 
     def sample(self, rows: RowsFrom) -> RowSample:
         return sample_rows(self.source, rows.days, rows.rows, rows.seed)
@@ -61,15 +66,19 @@ class Upstream:
         return [self.exported().graph(), *self.quantized().graphs()]
 
     def engines(self, device_class: DeviceClass) -> EngineSet:
-        if latest := self._latest("engine", ENGINE_KIND):
+        # The log's newest set may be of another host: engines are found for this class of device.
+        latest = self._latest("engine", ENGINE_KIND)
+        if latest and EngineSet(latest).device_class == device_class:
             return EngineSet(latest)
         recipe = engine_recipe(self.graphs(), self.pipeline.backends, device_class)
         return EngineSet(self._found("engine", ENGINE_KIND, recipe))
 
     def report(self, device_class: DeviceClass) -> BenchmarkReport:
-        if latest := self._latest("benchmark", BENCHMARK_KIND):
+        latest = self._latest("benchmark", BENCHMARK_KIND)
+        if latest and BenchmarkReport(latest).device_class == device_class:
             return BenchmarkReport(latest)
-        recipe = benchmark_recipe(self.engines(device_class), self.sample_digest(self.pipeline.gate_rows))
+        gate_set = self.sample_digest(self.pipeline.gate_rows)
+        recipe = benchmark_recipe(self.declaration, self.engines(device_class), gate_set, self.pipeline.gate)
         return BenchmarkReport(self._found("benchmark", BENCHMARK_KIND, recipe))
 
     def _latest(self, asset: str, kind: str) -> Artifact | None:

@@ -179,6 +179,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Any:
         plan = ServingPlan(
             model=spec.name,
             model_version=spec.version,
+            declaration="declared",
             device_class=cpu_class(),
             engine=engine.key,
             engine_set=engines.digest,

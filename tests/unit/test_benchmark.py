@@ -64,7 +64,7 @@ def engines(
 def report(served: SimpleNamespace, engines: EngineSet, gate_rows: RowSample) -> BenchmarkReport:
     with HostDevice() as device:
         return run_benchmark(
-            "flights", engines, served.exported.graph(), gate_rows, POLICY, QUICK, device, served.store
+            served.spec, "declared", engines, served.exported.graph(), gate_rows, POLICY, QUICK, device, served.store
         )
 
 
@@ -116,7 +116,9 @@ def test_an_engine_too_slow_for_the_gate_is_refused(
 ) -> None:
     demanding = replace(POLICY, min_speedup=1e6)
     with HostDevice() as device:
-        report = run_benchmark("flights", engines, served.exported.graph(), gate_rows, demanding, QUICK, device, store)
+        report = run_benchmark(
+            served.spec, "declared", engines, served.exported.graph(), gate_rows, demanding, QUICK, device, store
+        )
     assert {result.engine for result in report.passed} == {"onnxruntime:fp32", "openvino:fp32"}
 
 
@@ -135,10 +137,16 @@ def test_an_engine_that_cannot_run_here_has_not_passed(
         path = draft.folder / fp32.path.name
         path.write_bytes(fp32.path.read_bytes())
         replace(fp32, path=path).write_sidecar()
-        draft.metadata = {"model": "flights", "engines": {fp32.key: path.name, **names}, "not_built": {}}
+        draft.metadata = {
+            "model": "flights",
+            "device_class": cpu_class(),
+            "engines": {fp32.key: path.name, **names},
+            "not_built": {},
+        }
     with HostDevice() as device:
         report = run_benchmark(
-            "flights",
+            served.spec,
+            "declared",
             EngineSet(draft.finished()),
             served.exported.graph(),
             gate_rows,
@@ -159,7 +167,8 @@ def test_rows_on_which_the_metric_says_nothing_are_an_error(
 ) -> None:
     with HostDevice() as device, pytest.raises(GateError, match="says nothing"):
         run_benchmark(
-            "flights",
+            served.spec,
+            "declared",
             engines,
             served.exported.graph(),
             replace(gate_rows, labels=labels),
@@ -173,12 +182,12 @@ def test_rows_on_which_the_metric_says_nothing_are_an_error(
 def test_a_report_comes_back_from_the_store_as_it_was(
     served: SimpleNamespace, engines: EngineSet, report: BenchmarkReport
 ) -> None:
-    found = served.store.find("benchmark", benchmark_recipe(engines, "gate rows"))
+    found = served.store.find("benchmark", benchmark_recipe("declared", engines, "gate rows", POLICY))
     assert found is not None
     again = BenchmarkReport(found)
     assert again.results == report.results
     assert (again.policy, again.reference, again.device_class) == (POLICY, 1.0, cpu_class())
-    assert (again.engine_set, again.gate_set) == (engines.digest, "gate rows")
+    assert (again.engine_set, again.gate_set, again.declaration) == (engines.digest, "gate rows", "declared")
 
 
 def test_the_table_has_one_row_an_engine_and_says_why_one_was_refused(report: BenchmarkReport) -> None:
@@ -208,3 +217,21 @@ def test_a_measurement_counts_every_batch_and_orders_its_percentiles(engines: En
         assert one.rows_per_s > 0
         assert 0 < one.p50_ms <= one.p90_ms <= one.p99_ms
         assert one.batches >= one.rounds * one.setting.streams
+
+
+def test_an_engine_that_raises_costs_only_itself(
+    served: SimpleNamespace, engines: EngineSet, gate_rows: RowSample, store: ArtifactStore, monkeypatch: Any
+) -> None:
+    from gpu_runtime.backends.openvino_backend import OpenVinoContext
+
+    def broken(self: Any, inputs: Any, outputs: Any, stream: Any) -> None:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(OpenVinoContext, "enqueue", broken)
+    with HostDevice() as device:
+        report = run_benchmark(
+            served.spec, "declared", engines, served.exported.graph(), gate_rows, POLICY, QUICK, device, store
+        )
+    assert {result.engine.partition(":")[0] for result in report.passed} == {"onnxruntime"}
+    reasons = [r.verdict.reasons[0] for r in report.results if r.engine.startswith("openvino")]
+    assert all(reason.startswith("failed here: RuntimeError: no such kernel") for reason in reasons)

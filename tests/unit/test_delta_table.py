@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import json
+import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -269,3 +272,53 @@ def test_any_change_of_the_columns_changes_the_schemas_digest(other: PredictionS
 def test_other_class_names_change_the_schemas_digest() -> None:
     renamed = PredictionSchema(TOP.outputs, {"top_index": ("cat", "dog", "bat")})
     assert renamed.digest != TOP.digest
+
+
+# What the table's own state says
+
+
+def test_publishing_the_same_files_again_commits_nothing(table: PredictionTable) -> None:
+    receipt = receipt_of(table, MONDAY, [0.5])
+    first = publish(table, MONDAY, receipt)
+    version = DeltaTable(table.predictions).version()
+    assert publish(table, MONDAY, receipt, previous=first) == first
+    assert DeltaTable(table.predictions).version() == version
+
+
+def test_no_commit_both_adds_and_removes_a_file(table: PredictionTable) -> None:
+    kept = receipt_of(table, MONDAY, [0.5])
+    first = publish(table, MONDAY, kept)
+    publish(table, MONDAY, kept, receipt_of(table, MONDAY, [0.7], shard=1), previous=first)
+    log = sorted((table.predictions / "_delta_log").glob("*.json"))[-1].read_text().splitlines()
+    actions = [json.loads(line) for line in log]
+    added = {action["add"]["path"] for action in actions if "add" in action}
+    removed = {action["remove"]["path"] for action in actions if "remove" in action}
+    assert added and removed and not added & removed
+    assert scores_of(table, MONDAY) == [0.5, 0.7]
+
+
+def test_a_publication_outlives_compaction_and_checkpoints(table: PredictionTable) -> None:
+    rotten = (QuarantinedRow("k", "f", 0, "input", "null", "ValueError"),)
+    publication = publish(table, MONDAY, receipt_of(table, MONDAY, [0.5], rotten=rotten), report={"run": 1})
+    held = DeltaTable(table.predictions)
+    held.optimize.compact()
+    held.create_checkpoint()
+    assert table.current_publication(MONDAY) == publication
+    assert len(table.read_quarantine(MONDAY)) == 1 and table.read_run(MONDAY) == {"run": 1}
+
+
+def test_many_writers_may_make_the_tables_at_once(tmp_path: Path) -> None:
+    days = [f"2026-03-{day:02}" for day in range(1, 9)]
+    barrier = threading.Barrier(len(days))
+
+    def first_publication(day: str) -> str:
+        table = PredictionTable(tmp_path / "new")
+        receipt = receipt_of(table, day, [0.5])
+        barrier.wait()
+        return publish(table, day, receipt)
+
+    with ThreadPoolExecutor(len(days)) as pool:
+        published = list(pool.map(first_publication, days))
+    table = PredictionTable(tmp_path / "new")
+    assert [table.current_publication(day) for day in days] == published
+    assert all(scores_of(table, day) == [0.5] for day in days)

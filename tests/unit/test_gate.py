@@ -10,6 +10,7 @@ import pytest
 
 from gpu_runtime.errors import GateError, SpecError
 from gpu_runtime.quality.gate import GatePolicy, judge_accuracy, judge_speed
+from gpu_runtime.specs import TensorSpec
 
 AUC = GatePolicy("auc", "probability", 0.01)
 LABELS = np.asarray([0.0, 0.0, 1.0, 1.0])
@@ -103,3 +104,31 @@ def test_top1_compares_with_labels() -> None:
     policy = GatePolicy("top1", "top_index", 0.01)
     got = np.asarray([[1, 0], [2, 0]])
     assert policy.measure(got, got, np.asarray([1.0, 3.0])) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("metric", "spec"),
+    [
+        ("auc", TensorSpec("y", "float32", (2,))),
+        ("auc", TensorSpec("y", "int32")),
+        ("top1", TensorSpec("y", "float32", (10,))),
+        ("agreement", TensorSpec("y", "float32")),
+        ("agreement", TensorSpec("other", "int32", (5,))),
+    ],
+)
+def test_a_metric_that_cannot_read_its_output_is_refused(metric: Any, spec: TensorSpec) -> None:
+    with pytest.raises(GateError, match="cannot read this output"):
+        GatePolicy(metric, "y", 0.01).check_output([spec])
+
+
+@pytest.mark.parametrize(
+    ("metric", "spec"),
+    [
+        ("auc", TensorSpec("y", "float32")),
+        ("auc", TensorSpec("y", "float32", (1,))),
+        ("top1", TensorSpec("y", "int32", (5,))),
+        ("agreement", TensorSpec("y", "int64")),
+    ],
+)
+def test_a_metric_takes_the_output_it_is_made_for(metric: Any, spec: TensorSpec) -> None:
+    GatePolicy(metric, "y", 0.01).check_output([spec])

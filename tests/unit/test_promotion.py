@@ -20,6 +20,7 @@ from gpu_runtime.promotion.store import PromotionStore
 from gpu_runtime.quality.gate import GatePolicy, Verdict
 from gpu_runtime.specs import to_plain
 
+POLICY = GatePolicy("auc", "probability", 0.01)
 CPU, OTHER = DeviceClass("cpu", "x86_64", ("avx2",)), DeviceClass("cpu", "x86_64", ("avx512f",))
 PASSED = Verdict(True)
 
@@ -37,8 +38,11 @@ def result(engine: str, rows_per_s: float, verdict: Verdict = PASSED, **changes:
 
 def report_of(*results: EngineResult) -> BenchmarkReport:
     metadata = {
+        "model": "flights",
+        "version": "1",
+        "declaration": "declared",
         "device_class": CPU,
-        "policy": GatePolicy("auc", "probability", 0.01),
+        "policy": POLICY,
         "reference": 0.9,
         "engine_set": "engine set",
         "gate_set": "gate set",
@@ -48,7 +52,17 @@ def report_of(*results: EngineResult) -> BenchmarkReport:
 
 
 def plan_of(*results: EngineResult) -> ServingPlan:
-    return choose_plan("flights", "1", report_of(*(results or (result("a:fp32", 100.0),))))
+    return choose(report_of(*(results or (result("a:fp32", 100.0),))))
+
+
+def choose(report: BenchmarkReport, **other: Any) -> ServingPlan:
+    asked: dict[str, Any] = {
+        "declaration": "declared",
+        "engine_set": "engine set",
+        "policy": POLICY,
+        "device_class": CPU,
+    }
+    return choose_plan(report, **{**asked, **other})
 
 
 # Choosing
@@ -192,3 +206,31 @@ def test_an_engine_that_was_not_gated_is_never_handed_out(served: SimpleNamespac
 )
 def test_only_what_changes_a_score_changes_the_scoring_key(change: dict[str, Any], same: bool) -> None:
     assert (replace(plan_of(), **change).scoring_key == plan_of().scoring_key) is same
+
+
+@pytest.mark.parametrize(
+    ("what", "other"),
+    [
+        ("declaration", {"declaration": "with other columns"}),
+        ("engine set", {"engine_set": "built since"}),
+        ("gate", {"policy": replace(POLICY, min_value=0.99)}),
+        ("class of device", {"device_class": OTHER}),
+    ],
+)
+def test_a_report_of_something_else_promotes_nothing(what: str, other: dict[str, Any]) -> None:
+    with pytest.raises(GateError, match=f"the benchmark is of another {what}.*materialize flights/benchmark"):
+        choose(report_of(result("a:fp32", 100.0)), **other)
+
+
+def test_a_plan_serves_only_the_declaration_that_passed_the_gate() -> None:
+    plan = plan_of()
+    plan.check_declaration("declared")
+    with pytest.raises(PlanError, match="declaration changed since the gate"):
+        plan.check_declaration("columns in another order")
+
+
+def test_the_scoring_key_changes_with_the_device_and_the_declaration_and_not_with_the_batch() -> None:
+    plan = plan_of()
+    assert replace(plan, batch=64, streams=2).scoring_key == plan.scoring_key
+    for changed in (replace(plan, device_class=OTHER), replace(plan, declaration="another")):
+        assert changed.scoring_key != plan.scoring_key
