@@ -91,6 +91,56 @@ def test_a_failed_gate_keeps_the_plan_in_force(promoted: Any) -> None:
     assert promoted.materialize("predictions", day=DAY).success
 
 
+def test_a_plan_does_not_score_what_is_declared_otherwise_since_its_gate(promoted: Any, failure_text: Any) -> None:
+    promoted.settings["dataset"]["columns"]["x"] = ["f", "e", "d", "c", "b", "a"]
+    result = promoted.materialize("predictions", day=DAY)
+    assert not result.success
+    assert "declaration changed since the gate" in failure_text(result)
+    assert promoted.table().current_publication(DAY) is None
+
+
+@pytest.mark.parametrize("change", ["gate", "version", "engines"])
+def test_a_benchmark_of_something_else_promotes_nothing(promoted: Any, failure_text: Any, change: str) -> None:
+    if change == "gate":
+        promoted.settings["gate"]["max_drop"] = 0.001
+    elif change == "version":
+        promoted.settings["model_spec"]["version"] = "v2"
+    else:
+        promoted.settings["int8"].append({"scheme": "vnni", "percentile": 99.9})
+        assert promoted.materialize("int8_model").success and promoted.materialize("engine").success
+    result = promoted.materialize("serving_plan")
+    assert not result.success
+    assert "the benchmark is of another" in failure_text(result)
+    assert "materialize tiny/benchmark" in failure_text(result)
+
+
+def test_a_day_is_scored_before_its_labels_arrive(promoted: Any) -> None:
+    import pyarrow.parquet as pq
+
+    file = promoted.home / "data" / "rows" / DAY / "rows.parquet"
+    pq.write_table(pq.read_table(file).drop_columns(["label"]), file)
+    assert promoted.materialize("rows", "predictions", day=DAY).success
+    assert len(promoted.table().read_day(DAY)) == 200
+
+
+def test_a_library_that_raises_costs_only_its_day(promoted: Any, failure_text: Any, monkeypatch: Any) -> None:
+    from gpu_runtime.predictions.delta_table import PredictionTable
+
+    publish = PredictionTable.publish
+
+    def failing(self: Any, schema: Any, day: str, *rest: Any) -> str:
+        if day == DAY:
+            raise OSError("disk full")
+        return publish(self, schema, day, *rest)
+
+    monkeypatch.setattr(PredictionTable, "publish", failing)
+    promoted.write_day("2026-01-04")
+    result = promoted.materialize("predictions", days=(DAY, "2026-01-04"))
+    assert not result.success and f"{DAY} was" not in failure_text(result)
+    assert "1 of 2 days were not published" in failure_text(result)
+    assert promoted.instance.get_materialized_partitions(key("predictions")) == {"2026-01-04"}
+
+
 def test_int8_that_is_not_faster_is_refused_and_fp32_serves(project: Any) -> None:
     project.settings["gate"]["min_speedup"] = 1000
     project.lifecycle()

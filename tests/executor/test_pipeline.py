@@ -298,6 +298,22 @@ def test_every_batch_refused_while_queueing_is_reported_row_by_row(bench: Any, s
     opened.assert_idle_and_usable()
 
 
+def test_an_engine_that_fails_on_hundreds_of_rows_in_a_row_is_to_blame_and_no_row(
+    bench: Any, shard: Any, record: Any
+) -> None:
+    runs: list[int] = []
+
+    def broken(ids: list[int]) -> None:
+        runs.append(len(ids))
+        raise Broken("no such kernel")
+
+    opened, written = bench(during=broken), record()
+    with pytest.raises(DeviceError, match="failed on each of 256 rows in a row"):
+        opened.run([shard(range(1, 4001))], written)
+    assert len(runs) < 1000  # far from the twice 4,000 that every row alone would cost
+    opened.assert_idle_and_usable()
+
+
 def test_a_failure_that_does_not_come_back_costs_no_row(bench: Any, shard: Any, record: Any) -> None:
     once, written = iter([Broken("a hiccup")]), record()
 

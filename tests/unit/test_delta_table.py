@@ -288,13 +288,13 @@ def test_publishing_the_same_files_again_commits_nothing(table: PredictionTable)
 def test_no_commit_both_adds_and_removes_a_file(table: PredictionTable) -> None:
     kept = receipt_of(table, MONDAY, [0.5])
     first = publish(table, MONDAY, kept)
-    publish(table, MONDAY, kept, receipt_of(table, MONDAY, [0.7], shard=1), previous=first)
+    publish(table, MONDAY, kept, receipt_of(table, MONDAY, [0.75], shard=1), previous=first)
     log = sorted((table.predictions / "_delta_log").glob("*.json"))[-1].read_text().splitlines()
     actions = [json.loads(line) for line in log]
     added = {action["add"]["path"] for action in actions if "add" in action}
     removed = {action["remove"]["path"] for action in actions if "remove" in action}
     assert added and removed and not added & removed
-    assert scores_of(table, MONDAY) == [0.5, 0.7]
+    assert scores_of(table, MONDAY) == [0.5, 0.75]
 
 
 def test_a_publication_outlives_compaction_and_checkpoints(table: PredictionTable) -> None:
