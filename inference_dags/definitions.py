@@ -6,7 +6,10 @@ import os
 from pathlib import Path
 
 import dagster as dg
+from dagster.components import load_defs
 from inference_resources import ArtifactStoreResource, DatasetResource, GpuResource, PredictionTableResource
+
+import inference_dags.defs
 
 
 @dg.definitions
@@ -20,5 +23,6 @@ def defs() -> dg.Definitions:
         "predictions": PredictionTableResource(root=str(home / "tables")),
         "gpu": GpuResource(device=os.environ.get("INFERENCE_DAGS_DEVICE", "auto")),
     }
-    models = dg.load_from_defs_folder(path_within_project=Path(__file__).parent)
+    # Not `load_from_defs_folder`: it wants a pyproject.toml above the package, and an installed package has none.
+    models = load_defs(inference_dags.defs, project_root=Path(__file__).parents[1])
     return dg.Definitions.merge(models, dg.Definitions(resources=resources))

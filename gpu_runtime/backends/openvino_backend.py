@@ -9,15 +9,14 @@ from typing import Any
 from gpu_runtime.backends.protocol import EngineFile, EngineOptions, cannot_open, check_fits, describe
 from gpu_runtime.device.protocol import Array, Device, DeviceClass, Stream
 from gpu_runtime.errors import BuildError
-from gpu_runtime.specs import Graph, Precision
+from gpu_runtime.specs import Graph
 
 _DEVICE = "CPU"
 
 
-def _hint(precision: Precision) -> dict[str, str]:
-    # Without the hint OpenVINO runs an FP32 graph in bfloat16 wherever the CPU can, and the baseline
-    # would not be what its name says. What an INT8 graph leaves in float keeps FP32 too.
-    return {"INFERENCE_PRECISION_HINT": "f32"}
+# Without the hint OpenVINO runs an FP32 graph in bfloat16 wherever the CPU can, and the baseline would not be what
+# its name says. What an INT8 graph leaves in float keeps FP32 too.
+_HINT = {"INFERENCE_PRECISION_HINT": "f32"}
 
 
 class OpenVinoBackend:
@@ -40,7 +39,7 @@ class OpenVinoBackend:
         path = folder / f"{self.name}.{graph.variant}.blob"
         try:
             core = openvino.Core()
-            compiled = core.compile_model(core.read_model(str(graph.path)), _DEVICE, _hint(graph.precision))
+            compiled = core.compile_model(core.read_model(str(graph.path)), _DEVICE, _HINT)
             exported = compiled.export_model()
         except RuntimeError as error:
             raise BuildError(
@@ -49,7 +48,7 @@ class OpenVinoBackend:
                 item=f"{self.name}:{graph.variant}",
             ) from error
         path.write_bytes(exported if isinstance(exported, bytes) else exported.getvalue())
-        return describe(graph, path, self.name, self.version(), device_class, **_hint(graph.precision))
+        return describe(graph, path, self.name, self.version(), device_class, **_HINT)
 
     def load(self, file: EngineFile, device: Device, options: EngineOptions) -> OpenVinoEngine:
         check_fits(file, self.version(), device.device_class)
@@ -65,7 +64,7 @@ class OpenVinoEngine:
         settings = {
             "NUM_STREAMS": options.streams,
             "INFERENCE_NUM_THREADS": options.streams * options.threads,
-            **_hint(file.precision),
+            **_HINT,
         }
         try:
             self._compiled: Any = openvino.Core().import_model(file.path.read_bytes(), _DEVICE, settings)

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from typing import Literal
 
 from gpu_runtime.backends.protocol import Backend
 from gpu_runtime.errors import BuildError
-
-BackendName = Literal["onnxruntime", "openvino", "tensorrt", "tensorrt_rtx"]
 
 # name → (library that must be installed, module, class, extra that brings the library)
 _TABLE: dict[str, tuple[str, str, str, str]] = {

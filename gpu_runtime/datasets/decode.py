@@ -63,20 +63,17 @@ class DecodePool:
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="decode")
         self._lock = threading.Lock()
         self.busy_s = 0.0
-        self.cpu_s = 0.0
 
     def submit(self, piece: Piece) -> Future[list[RowFailure]]:
         return self._pool.submit(self._timed, piece)
 
     def _timed(self, piece: Piece) -> list[RowFailure]:
-        wall, cpu = time.perf_counter(), time.thread_time()
+        started = time.perf_counter()
         try:
             return piece()
         finally:
-            wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu
             with self._lock:
-                self.busy_s += wall
-                self.cpu_s += cpu
+                self.busy_s += time.perf_counter() - started
 
     def close(self) -> None:
         """Drop what has not started, wait for what has."""

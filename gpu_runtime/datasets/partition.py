@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import numpy.typing as npt
 
 from gpu_runtime.errors import DatasetError
@@ -164,11 +165,15 @@ def check_unchanged(shard: ShardTask) -> None:
             )
 
 
-def numpy_rows(source: Source, shard: ShardTask) -> tuple[dict[str, npt.NDArray[Any]], list[RowFailure], ShardReader]:
-    """A whole shard in memory, for calibration and gates: inputs `[rows, *shape]`, failures, the reader."""
-    import numpy as np
+def numpy_rows(
+    source: Source, shard: ShardTask, apply: Callable[..., Iterable[list[RowFailure]]] = map
+) -> tuple[dict[str, npt.NDArray[Any]], list[RowFailure], ShardReader]:
+    """A whole shard in memory, for calibration and gates: inputs `[rows, *shape]`, failures, the reader.
 
+    `apply` is `map`, or a pool's, to fill pieces in parallel.
+    """
     reader = source.open(shard)
     rows = {spec.name: np.zeros(spec.batch_shape(reader.rows), spec.numpy_dtype) for spec in source.inputs}
-    failures = [f for piece in reader.pieces(0, reader.rows, rows) for f in piece()]
+    made = apply(lambda piece: piece(), reader.pieces(0, reader.rows, rows))
+    failures = [failure for piece in made for failure in piece]
     return rows, failures, reader

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gpu_runtime.datasets.partition import Source
+from gpu_runtime.datasets.partition import Source, numpy_rows
 from gpu_runtime.device.host import usable_cores
 from gpu_runtime.errors import DatasetError
 from gpu_runtime.specs import digest_of
@@ -43,10 +43,11 @@ def sample_digest(source: Source, days: Sequence[str], rows: int, seed: int) -> 
     return digest_of({"days": [(d, source.partition(d).digest) for d in days], "rows": rows, "seed": seed})
 
 
-def sample_rows(source: Source, days: Sequence[str], rows: int, seed: int) -> RowSample:
+def sample_rows(source: Source, days: Sequence[str], rows: int, seed: int, *, labelled: bool = False) -> RowSample:
     """About `rows` scorable rows, spread evenly over the days' shards; rows that cannot be read are left out.
 
-    Raises `DatasetError` when the days hold no usable row.
+    Labels are read only where they are asked for. Raises `DatasetError` when the days hold no usable row, or no
+    label column that was asked for.
     """
     shards = [shard for day in days for shard in source.partition(day).shards]
     rng = np.random.default_rng(seed)
@@ -57,16 +58,14 @@ def sample_rows(source: Source, days: Sequence[str], rows: int, seed: int) -> Ro
     count, left = 0, len(shards)
     with ThreadPoolExecutor(usable_cores()) as pool:
         for shard in shards:
-            reader = source.open(shard)
-            arrays = {spec.name: np.zeros(spec.batch_shape(reader.rows), spec.numpy_dtype) for spec in source.inputs}
-            made = pool.map(lambda piece: piece(), reader.pieces(0, reader.rows, arrays))
-            failed = {failure.row for piece in made for failure in piece}
+            arrays, failures, reader = numpy_rows(source, shard, pool.map)
+            failed = {failure.row for failure in failures}
             usable = np.asarray([row for row in range(reader.rows) if row not in failed], np.int64)
             wanted = min(len(usable), -(-(rows - count) // left))
             chosen = np.sort(rng.choice(usable, wanted, replace=False))
             for name, values in arrays.items():
                 taken[name].append(values[chosen])
-            found = reader.labels()
+            found = reader.labels() if labelled else None
             labels.append(None if found is None else np.asarray(found, np.float64)[chosen])
             count, left = count + wanted, left - 1
     if not count:

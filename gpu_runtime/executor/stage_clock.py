@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
-
-Stage = Literal["read", "decode", "compute", "write"]
 
 _RELIEF: dict[str, str] = {
     "read": "fewer and larger files, a column layout that needs less conversion, or a faster disk",
@@ -31,9 +28,10 @@ class StageTime:
 class RunStats:
     """What one run of the executor did.
 
-    `cpu_s` is all the CPU time of this process during the run, by every stage. On a shared CPU the bound is
-    cores ÷ (CPU-seconds per row), so `efficiency` = cpu_s ÷ (cores × wall_s). Latencies are from a batch's
-    dispatch until its results were ready, in milliseconds.
+    `cpu_s` is all the CPU time of this process during the run, by every stage, padding and retries included. On a
+    shared CPU the bound is cores ÷ (CPU-seconds per row), so `efficiency` = cpu_s ÷ (cores × wall_s): how much of
+    the cores' time was worked. Latencies are from a batch's dispatch until the writer held its results, in
+    milliseconds.
     """
 
     rows: int

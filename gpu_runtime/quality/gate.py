@@ -44,6 +44,10 @@ class GatePolicy:
                 got=f"max_drop {self.max_drop}, min_speedup {self.min_speedup}",
             )
 
+    @property
+    def needs_labels(self) -> bool:
+        return self.metric != "agreement"
+
     def check_output(self, outputs: Sequence[TensorSpec]) -> None:
         """Raise `GateError` unless the metric can read its output: a metric of the wrong tensor passes anything."""
         spec = next((one for one in outputs if one.name == self.output), None)

@@ -248,7 +248,7 @@ def benchmark(pipeline: Pipeline) -> dg.AssetsDefinition:
             upstream.declaration,
             upstream.engines(device.device_class),
             upstream.exported().graph(),
-            upstream.sample(pipeline.gate_rows),
+            upstream.sample(pipeline.gate_rows, labelled=pipeline.gate.needs_labels),
             pipeline.gate,
             pipeline.sweep,
             device,

@@ -38,8 +38,8 @@ class Upstream:
     def declaration(self) -> str:
         return declaration_of(self.pipeline.model, self.source)
 
-    def sample(self, rows: RowsFrom) -> RowSample:
-        return sample_rows(self.source, rows.days, rows.rows, rows.seed)
+    def sample(self, rows: RowsFrom, *, labelled: bool = False) -> RowSample:
+        return sample_rows(self.source, rows.days, rows.rows, rows.seed, labelled=labelled)
 
     def sample_digest(self, rows: RowsFrom) -> str:
         return sample_digest(self.source, rows.days, rows.rows, rows.seed)

@@ -41,13 +41,13 @@ def test_a_sample_is_spread_over_the_days(flights: Any, root: Path) -> None:
 
 
 def test_labels_stay_with_their_rows(flights: Any, root: Path) -> None:
-    sample = sample_rows(flights.source(root), DAYS, 60, 0)
+    sample = sample_rows(flights.source(root), DAYS, 60, 0, labelled=True)
     assert sample.labels is not None
     np.testing.assert_array_equal(sample.labels, sample.inputs["numbers"][:, 0] > 0)
 
 
 def test_a_source_without_labels_gives_none(flights: Any, root: Path) -> None:
-    assert sample_rows(flights.source(root, label=None), DAYS, 60, 0).labels is None
+    assert sample_rows(flights.source(root, label=None), DAYS, 60, 0, labelled=True).labels is None
 
 
 def test_rows_that_cannot_be_read_are_left_out(flights: Any, root: Path) -> None:
