@@ -16,7 +16,8 @@ from gpu_runtime.scoring import Scorer
 
 
 class GpuResource(dg.ConfigurableResource):
-    """`device`: `auto` (CUDA where it can really be used, else the CPU), `cpu`, or `cuda:N`.
+    """`device`: `auto` (looks for a usable GPU, takes the best device that this release executes on, and says which
+    and why), `cpu`, or `cuda:N` (an error, never a silent CPU, where it cannot be used).
 
     The device is opened by the first use, never in set-up: a run's parent process and every step enter the
     resource, and most of them need no device. Leaving the run closes engines, threads and device memory.

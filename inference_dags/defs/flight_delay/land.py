@@ -81,6 +81,8 @@ def flights_2013() -> pd.DataFrame:
 def land(day: str, folder: Path) -> None:
     """Write the flights of one ISO day of 2013 to `folder`/flights.parquet, replacing the file in one step.
 
+    A file that holds them already is left alone: a new modification time would make the day look changed.
+
     Raises ValueError for any other day; the file then stays as it was.
     """
     year = flights_2013()
@@ -90,4 +92,8 @@ def land(day: str, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     unfinished = folder / f".flights.parquet.{os.getpid()}"
     pq.write_table(table.replace_schema_metadata(None), unfinished)
-    unfinished.replace(folder / "flights.parquet")
+    flights = folder / "flights.parquet"
+    if flights.exists() and flights.read_bytes() == unfinished.read_bytes():
+        unfinished.unlink()
+    else:
+        unfinished.replace(flights)

@@ -31,7 +31,7 @@ def land(day: str, folder: Path, photos: int = 300) -> None:
     """Writes `0000.jpg`, `0001.jpg`, ... into `folder`: the same bytes for the same day, others for another.
 
     A photo has its final name only once it is whole, so a crash leaves none cut short; landing the day again
-    replaces every file. Raises ValueError unless `day` is an ISO date such as 2026-01-31.
+    touches no file that is the same. Raises ValueError unless `day` is an ISO date such as 2026-01-31.
     """
     import cv2
 
@@ -43,9 +43,12 @@ def land(day: str, folder: Path, photos: int = 300) -> None:
         ok, jpeg = cv2.imencode(".jpg", image, [cv2.IMWRITE_JPEG_QUALITY, draw.randint(*QUALITY)])
         if not ok:
             raise RuntimeError(f"landing {day}: could not encode photo {number}, {image.dtype} {image.shape}")
+        photo = folder / f"{number:04d}.jpg"
+        if photo.exists() and photo.read_bytes() == jpeg.tobytes():
+            continue  # landed already: touching it would make the day look changed
         partial = folder / f".{number:04d}.partial"
         partial.write_bytes(jpeg.tobytes())
-        os.replace(partial, folder / f"{number:04d}.jpg")
+        os.replace(partial, photo)
 
 
 def _seed(day: str) -> int:
