@@ -65,7 +65,7 @@ def flights_2013() -> pd.DataFrame:
     day = pd.to_datetime(frame[["year", "month", "day"]])
     frame["date"] = day.dt.strftime("%Y-%m-%d")
     frame["sched_hour"] = frame["hour"] + frame["minute"] / 60
-    frame["weekday"] = day.dt.dayofweek
+    frame["weekday"] = day.dt.day_of_week
     frame["departures"] = frame.groupby(["origin", "time_hour"])["flight"].transform("size")
     frame["late"] = (frame["arr_delay"] > 15).astype("Int8").mask(frame["arr_delay"].isna())
     frame["flight_id"] = (
