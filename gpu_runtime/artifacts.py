@@ -71,7 +71,7 @@ class Artifact:
 
     @property
     def nbytes(self) -> int:
-        return sum((self.folder / name).stat().st_size for name in self.files)
+        return sum((self.folder / name).stat().st_size for name in (*self.files, MANIFEST))
 
 
 @dataclass

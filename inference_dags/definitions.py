@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import dagster as dg
-from dagster.components import load_defs
 from inference_resources import ArtifactStoreResource, DatasetResource, GpuResource, PredictionTableResource
 
-import inference_dags.defs
 
+def shared_resources() -> Mapping[str, Any]:
+    """The four resources that every `InferencePipeline` asks for.
 
-@dg.definitions
-def defs() -> dg.Definitions:
-    """`INFERENCE_DAGS_HOME` is where data, artifacts and predictions live (default: `storage` in the current
-    folder); `INFERENCE_DAGS_DEVICE` is auto, cpu or cuda:N."""
+    `INFERENCE_DAGS_HOME` is where data, artifacts and tables live (default: `storage` in the current folder),
+    `INFERENCE_DAGS_DEVICE` the device to run on (default: `auto`).
+    """
     home = Path(os.environ.get("INFERENCE_DAGS_HOME", "storage")).absolute()
-    resources = {
+    return {
         "artifacts": ArtifactStoreResource(root=str(home / "artifacts")),
         "dataset": DatasetResource(root=str(home / "data")),
         "predictions": PredictionTableResource(root=str(home / "tables")),
         "gpu": GpuResource(device=os.environ.get("INFERENCE_DAGS_DEVICE", "auto")),
     }
-    # Not `load_from_defs_folder`: it wants a pyproject.toml above the package, and an installed package has none.
-    models = load_defs(inference_dags.defs, project_root=Path(__file__).parents[1])
-    return dg.Definitions.merge(models, dg.Definitions(resources=resources))
+
+
+@dg.definitions
+def defs() -> dg.Definitions:
+    models = dg.load_from_defs_folder(path_within_project=Path(__file__).parent)
+    return dg.Definitions.merge(models, dg.Definitions(resources=shared_resources()))

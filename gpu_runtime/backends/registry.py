@@ -18,13 +18,19 @@ _TABLE: dict[str, tuple[str, str, str, str]] = {
 
 
 def is_installed(name: str) -> bool:
+    """Whether the backend's library is there; `BuildError` when there is no such backend."""
+    check_known(name)
     return importlib.util.find_spec(_TABLE[name][0]) is not None
+
+
+def check_known(name: str) -> None:
+    if name not in _TABLE:
+        raise BuildError("unknown backend", stage="backends", item=name, expected=" | ".join(_TABLE))
 
 
 def get_backend(name: str) -> Backend:
     """The backend of that name; `BuildError` when there is none or its library is not installed."""
-    if name not in _TABLE:
-        raise BuildError("unknown backend", stage="backends", item=name, expected=", ".join(_TABLE))
+    check_known(name)
     library, module, cls, extra = _TABLE[name]
     if not is_installed(name):
         raise BuildError(

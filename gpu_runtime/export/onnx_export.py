@@ -115,6 +115,19 @@ class TorchModel:
         logging.getLogger("torch.onnx._internal.exporter._registration").setLevel(logging.ERROR)
         spec, batch = self._spec, min(2, self._spec.max_batch)
         rows = synthetic_rows(spec.module_inputs(), batch, seed=0)
+        try:
+            self(rows)
+        except Exception as error:
+            if isinstance(error, ExportError):
+                raise
+            raise ExportError(
+                "the module fails on rows of the declared inputs",
+                stage="export",
+                item=spec.name,
+                expected=", ".join(f"{t.name} {t.dtype} {t.batch_shape(batch)}" for t in spec.module_inputs()),
+                got=f"{type(error).__name__}: {error}",
+                next_step="make `inputs` in defs.yaml what the module takes, in its order",
+            ) from error
         axis = torch.export.Dim(_BATCH, min=1, max=max(2, spec.max_batch))
         try:
             program = torch.onnx.export(

@@ -95,6 +95,11 @@ class Calibration:
     def digest(self) -> str:
         return self.artifact.digest
 
+    @property
+    def export(self) -> str:
+        """Digest of the export that was measured."""
+        return str(self.artifact.metadata["export"])
+
     def ranges(self, percentile: float) -> dict[str, tuple[float, float]]:
         """Tensor name → (lowest, highest) that holds `percentile` percent of its values (100: the extremes)."""
         from safetensors.numpy import load_file

@@ -70,6 +70,11 @@ class QuantizedModel:
     def digest(self) -> str:
         return self.artifact.digest
 
+    @property
+    def export(self) -> str:
+        """Digest of the export that was quantized."""
+        return str(self.artifact.metadata["export"])
+
     def graphs(self) -> list[Graph]:
         facts = self.artifact.metadata
         inputs, outputs = tensor_specs(facts["inputs"]), tensor_specs(facts["outputs"])
@@ -96,6 +101,15 @@ def quantize(
     exported: ExportedModel, calibration: Calibration, recipes: tuple[Int8Recipe, ...], store: ArtifactStore
 ) -> QuantizedModel:
     """One INT8 graph for each recipe. Raises `QuantizationError` when a recipe inserts no Q/DQ pair."""
+    if calibration.export != exported.digest:
+        raise QuantizationError(
+            "the calibration is of another export",
+            stage="quantize",
+            item=str(exported.artifact.metadata["model"]),
+            expected=f"export {exported.digest[:12]}",
+            got=calibration.export[:12],
+            next_step="materialize calibration again, then int8_model",
+        )
     key = quantize_recipe(exported, calibration, recipes)
     if found := store.find(KIND, key):
         return QuantizedModel(found)

@@ -63,14 +63,20 @@ class Upstream:
         return QuantizedModel(self._found("int8_model", INT8_KIND, recipe))
 
     def graphs(self) -> list[Graph]:
-        return [self.exported().graph(), *self.quantized().graphs()]
+        exported, quantized = self.exported(), self.quantized()
+        if quantized.export != exported.digest:
+            raise self._stale("int8_model", f"export {exported.digest[:12]}", quantized.export[:12])
+        return [exported.graph(), *quantized.graphs()]
 
     def engines(self, device_class: DeviceClass) -> EngineSet:
         # The log's newest set may be of another host: engines are found for this class of device.
-        latest = self._latest("engine", ENGINE_KIND)
+        latest, graphs = self._latest("engine", ENGINE_KIND), self.graphs()
         if latest and EngineSet(latest).device_class == device_class:
-            return EngineSet(latest)
-        recipe = engine_recipe(self.graphs(), self.pipeline.backends, device_class)
+            engines = EngineSet(latest)
+            if strange := {file.graph_digest for file in engines.engines.values()} - {graph.digest for graph in graphs}:
+                raise self._stale("engine", "the graphs of the newest export", f"{len(strange)} of other graphs")
+            return engines
+        recipe = engine_recipe(graphs, self.pipeline.backends, device_class)
         return EngineSet(self._found("engine", ENGINE_KIND, recipe))
 
     def report(self, device_class: DeviceClass) -> BenchmarkReport:
@@ -86,6 +92,16 @@ class Upstream:
         materialization = event.asset_materialization if event else None
         digest = materialization.metadata.get("digest") if materialization else None
         return self.store.get(kind, str(digest.value)) if digest else None
+
+    def _stale(self, asset: str, expected: str, got: str) -> ArtifactError:
+        return ArtifactError(
+            "was made from something older",
+            stage="upstream",
+            item=f"{self.pipeline.name}/{asset}",
+            expected=expected,
+            got=got,
+            next_step=f"materialize what lies between {self.pipeline.name}/onnx_model and {self.pipeline.name}/{asset}",
+        )
 
     def _found(self, asset: str, kind: str, recipe: str) -> Artifact:
         if found := self.store.find(kind, recipe):

@@ -9,8 +9,10 @@ from typing import Literal
 import dagster as dg
 from pydantic import Field
 
+from gpu_runtime.backends.registry import check_known
 from gpu_runtime.benchmark.report import Sweep
 from gpu_runtime.datasets.declaration import DatasetSpec
+from gpu_runtime.errors import SpecError
 from gpu_runtime.quality.gate import GatePolicy
 from gpu_runtime.quantize.int8 import Int8Recipe
 from gpu_runtime.scoring import ScoringPolicy
@@ -137,17 +139,22 @@ class InferencePipeline(dg.Component, dg.Model, dg.Resolvable):
     def pipeline(self, folder: Path) -> Pipeline:
         """The settings as the values the runtime works with; each is checked as it is made."""
         model, dataset, gate = self.model_spec, self.dataset, self.gate
+        for backend in self.backends:
+            check_known(backend)
+        spec = _model_spec(folder, model)
+        dataset_spec = DatasetSpec(
+            name=dataset.name,
+            format=dataset.format,
+            columns={name: tuple(columns) for name, columns in dataset.columns.items()},
+            vocabularies={name: _lines(folder / file) for name, file in dataset.vocabularies.items()},
+            row_key=dataset.row_key,
+            label=dataset.label,
+            crop_fraction=dataset.crop_fraction,
+        )
+        dataset_spec.source(Path(), spec.inputs)  # columns that do not fill the inputs are told now, not at night
         return Pipeline(
-            model=_model_spec(folder, model),
-            dataset=DatasetSpec(
-                name=dataset.name,
-                format=dataset.format,
-                columns={name: tuple(columns) for name, columns in dataset.columns.items()},
-                vocabularies={name: _lines(folder / file) for name, file in dataset.vocabularies.items()},
-                row_key=dataset.row_key,
-                label=dataset.label,
-                crop_fraction=dataset.crop_fraction,
-            ),
+            model=spec,
+            dataset=dataset_spec,
             partitions=_daily(dataset),
             land=dataset.land,
             calibration=_rows(self.calibration),
@@ -193,4 +200,8 @@ def _rows(settings: RowsSettings) -> RowsFrom:
 
 
 def _lines(path: Path) -> tuple[str, ...]:
+    if not path.is_file():
+        raise SpecError(
+            "no such file", stage="defs.yaml", item=path.name, expected=f"one value a line in {path.parent.name}/"
+        )
     return tuple(path.read_text(encoding="utf-8").splitlines())

@@ -174,6 +174,12 @@ def promoted(project: Project) -> Project:
 
 
 @pytest.fixture
+def new_weights() -> Callable[[Project], None]:
+    """Replaces the model file by one of the same shape with other weights."""
+    return lambda project: write_model(project.root / "tiny" / "model.onnx", seed=1)
+
+
+@pytest.fixture
 def failure_text() -> Callable[[dg.ExecuteInProcessResult], str]:
     """The failed steps' errors, with their causes."""
 

@@ -114,6 +114,37 @@ def test_a_benchmark_of_something_else_promotes_nothing(promoted: Any, failure_t
     assert "materialize tiny/benchmark" in failure_text(result)
 
 
+@pytest.mark.parametrize(
+    ("then", "refused", "stale"),
+    [
+        ((), "engine", "int8_model: was made from something older"),
+        ((), "int8_model", "the calibration is of another export"),
+        (("calibration", "int8_model"), "benchmark", "engine: was made from something older"),
+        (("calibration", "int8_model", "engine"), "serving_plan", "the benchmark is of another engine set"),
+    ],
+)
+def test_new_weights_serve_only_after_every_stage_saw_them(
+    promoted: Any, failure_text: Any, new_weights: Any, then: tuple[str, ...], refused: str, stale: str
+) -> None:
+    new_weights(promoted)
+    for asset in ("onnx_model", *then):
+        assert promoted.materialize(asset).success, asset
+    result = promoted.materialize(refused)
+    assert not result.success and stale in failure_text(result)
+
+
+def test_new_weights_give_new_scores_for_a_day_scored_before(promoted: Any, new_weights: Any) -> None:
+    assert promoted.materialize("predictions", day=DAY).success
+    before = promoted.table().read_day(DAY)
+    new_weights(promoted)
+    promoted.lifecycle()
+    assert promoted.materialize("predictions", day=DAY).success
+    after = promoted.table().read_day(DAY)
+    assert len(after) == len(before) == 200
+    assert promoted.metadata("predictions")["resumed_shards"] == 0
+    assert abs(before.set_index("row_key")["score"] - after.set_index("row_key")["score"]).max() > 0.1
+
+
 def test_a_day_is_scored_before_its_labels_arrive(promoted: Any) -> None:
     import pyarrow.parquet as pq
 
