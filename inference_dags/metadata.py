@@ -21,7 +21,7 @@ def artifact_metadata(artifact: Artifact) -> Metadata:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> dg.TableMetadataValue:
-    """Rows of plain values as a Dagster table; empty cells read as a dash."""
+    """Rows of plain values as a Dagster table; None is an empty cell."""
     columns = list(rows[0]) if rows else []
     kinds = {name: _column_type([row[name] for row in rows]) for name in columns}
     return dg.MetadataValue.table(
@@ -42,13 +42,13 @@ def benchmark_metadata(report: BenchmarkReport) -> Metadata:
     rows = table_rows(report)
     measured = [row for row in rows if row["rows_per_s"]]
     return {
-        **artifact_metadata(report.artifact),
         "engines": table(rows),
         "rows_per_s": bars([(row["rows_per_s"], row["gate"] == "passed") for row in measured]),
         "reference": report.reference,
         "passed": len(report.passed),
         "refused": len(rows) - len(report.passed),
         "environment": dg.MetadataValue.json(report.artifact.metadata["environment"]),
+        **artifact_metadata(report.artifact),
     }
 
 
