@@ -46,7 +46,8 @@ def benchmark_metadata(report: BenchmarkReport) -> Metadata:
         "rows_per_s": bars([(row["rows_per_s"], row["gate"] == "passed") for row in measured]),
         "reference": report.reference,
         "passed": len(report.passed),
-        "refused": len(rows) - len(report.passed),
+        "refused": sum(row["gate"].startswith("refused") for row in rows),
+        "not_run_here": sum(row["rows_per_s"] is None for row in rows),
         "environment": dg.MetadataValue.json(report.artifact.metadata["environment"]),
         **artifact_metadata(report.artifact),
     }
