@@ -25,7 +25,7 @@ def is_installed(name: str) -> bool:
 
 def check_known(name: str) -> None:
     if name not in _TABLE:
-        raise BuildError("unknown backend", stage="backends", item=name, expected=" | ".join(_TABLE))
+        raise BuildError("unknown backend", stage="backends", item=name, expected=", ".join(_TABLE))
 
 
 def get_backend(name: str) -> Backend:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -281,3 +283,47 @@ def test_a_model_output_named_like_a_baked_one_is_refused(
     path = make_graph(tmp_path / "m.onnx", [node("Relu", ["x"], ["top_index"])], {}, [X], [logits])
     with pytest.raises(ExportError, match="top_index"):
         export_model(onnx_spec(path, outputs=("top_index",), top_k=TopK(1)), store)
+
+
+def test_a_changed_forward_is_another_model_though_its_weights_are_the_same(
+    tmp_path: Path, store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The class lives in another module than the factory, as in most projects."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "nets_of_a_project.py").write_text(NET.format(factor="1"))
+    (tmp_path / "factory_of_a_project.py").write_text("from nets_of_a_project import Net as build\n")
+    spec = ModelSpec(
+        "net", "1", TorchSource("factory_of_a_project:build"), (TensorSpec("x", "float32", (2,)),), ("y",), max_batch=4
+    )
+
+    def exported() -> str:
+        for name in ("nets_of_a_project", "factory_of_a_project"):
+            sys.modules.pop(name, None)
+        importlib.invalidate_caches()
+        return export_model(spec, store).digest
+
+    first = exported()
+    assert exported() == first
+    (tmp_path / "nets_of_a_project.py").write_text(NET.format(factor="2.5"))
+    second = exported()
+    assert second != first
+    found = store.find("onnx_model", spec.digest)
+    assert found is not None and found.digest == second
+    (tmp_path / "nets_of_a_project.py").write_text(NET.format(factor="1"))
+    assert exported() == first
+    found = store.find("onnx_model", spec.digest)
+    assert found is not None and found.digest == first, "the newest export is what a bare job must find"
+
+
+NET = """
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(2, 3)
+
+    def forward(self, x):
+        return self.layer(x) * {factor}
+"""
