@@ -123,7 +123,9 @@ class Scorer:
         def close_until(number: int) -> None:
             """Shards before `number` have got all their batches: write their receipts."""
             while len(receipts) < number:
-                receipts.append(self._close_shard(opened.pop(len(receipts)), schema, table, run_id))
+                number_closed = len(receipts)
+                receipts.append(self._close_shard(opened[number_closed], schema, table, run_id))
+                del opened[number_closed]
 
         def write(scored: ScoredBatch) -> None:
             batch = scored.batch

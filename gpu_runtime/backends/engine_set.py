@@ -54,7 +54,7 @@ def engine_recipe(graphs: Sequence[Graph], backends: Sequence[str], device_class
             "graphs": [(graph.variant, graph.digest) for graph in graphs],
             "backends": versions,
             "device_class": device_class,
-            "v": 1,
+            "v": 2,
         }
     )
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import inspect
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -50,6 +49,11 @@ class ExportedModel:
         return self.artifact.digest
 
     @property
+    def spec(self) -> str:
+        """Digest of the spec that was exported."""
+        return str(self.artifact.metadata["spec"])
+
+    @property
     def parity(self) -> ParityReport:
         return ParityReport(**self.artifact.metadata["parity"])
 
@@ -69,16 +73,14 @@ class ExportedModel:
 
 
 def export_model(spec: ModelSpec, store: ArtifactStore) -> ExportedModel:
-    """Export `spec`, prove it and keep it in `store`; a model of the same weights is not exported again.
+    """Export `spec`, prove it and keep it in `store`.
 
+    It is exported every time: what a module computes hangs on more than its weights and its class, and no digest of
+    sources tells all of it. The same graph has the same content digest, so nothing downstream changes for it.
     Raises `ExportError` when the graph has a fixed batch, mixes rows or computes something else.
     """
     source = _open_torch(spec) if isinstance(spec.source, TorchSource) else _open_onnx(spec)
-    recipe = digest_of({"spec": spec.digest, "weights": source.weights_digest, "code": source.code_digest, "v": OPSET})
-    if found := store.find(KIND, recipe):
-        store.point(KIND, [spec.digest], found.digest)
-        return ExportedModel(found)
-    with store.draft(KIND, [recipe, spec.digest]) as draft:
+    with store.draft(KIND, [spec.digest]) as draft:
         core, path = draft.folder / "core.onnx", draft.folder / "model.onnx"
         source.write(core)
         bake(core, path, spec)
@@ -90,6 +92,7 @@ def export_model(spec: ModelSpec, store: ArtifactStore) -> ExportedModel:
         draft.metadata = {
             "model": spec.name,
             "version": spec.version,
+            "spec": spec.digest,
             "opset": OPSET,
             "inputs": to_plain(spec.inputs),
             "outputs": to_plain(outputs),
@@ -105,7 +108,7 @@ class TorchModel:
 
     def __init__(self, module: Any, spec: ModelSpec) -> None:
         self._module, self._spec = module, spec
-        self.weights_digest, self.code_digest = _weights_digest(module), _code_digest(module)
+        self.weights_digest = _weights_digest(module)
 
     def write(self, path: Path) -> None:
         import onnx
@@ -173,8 +176,6 @@ class TorchModel:
 class OnnxModel:
     """An ONNX file as the origin; it is its own reference."""
 
-    code_digest = None  # all that it computes is in the file
-
     def __init__(self, path: Path) -> None:
         from gpu_runtime.backends.onnxruntime_backend import ReferenceSession
 
@@ -239,17 +240,6 @@ def _onnx_digest(path: Path) -> str:
     model = onnx.load(str(path), load_external_data=False)
     beside = {ExternalDataInfo(tensor).location for tensor in _get_all_tensors(model) if uses_external_data(tensor)}
     return digest_of([file_digest(path), [file_digest(path.parent / name) for name in sorted(beside)]])
-
-
-def _code_digest(module: Any) -> str:
-    """Digest of the files that define the module's classes: a changed `forward` is another model, same weights or
-    not. torch's own classes do not count; its version is the environment's."""
-    files = {inspect.getsourcefile(type(part)) for part in module.modules() if not _is_torchs(type(part))}
-    return digest_of(sorted(file_digest(Path(file)) for file in files if file))
-
-
-def _is_torchs(cls: type) -> bool:
-    return cls.__module__.partition(".")[0] == "torch"
 
 
 def _weights_digest(module: Any) -> str:

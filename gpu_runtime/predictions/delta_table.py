@@ -17,7 +17,7 @@ import secrets
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -140,17 +140,14 @@ class PredictionTable:
         table = DeltaTable(self.predictions)
         active = _files(table, day)
         files = [(receipt.file, receipt.rows) for receipt in receipts if receipt.rows]
-        if (
-            files
-            and active == {file for file, _ in files}
-            and previous is not None
-            and previous == _publication(table, day)
-        ):
-            return previous  # the very files that are published already: nothing to replace
-        # One commit may not both add and remove a path, so a file that is active already comes in under a new name.
-        files = [(self._renewed(file) if file in active else file, rows) for file, rows in files]
-        publication = str(new_publication())
         rows = [row for receipt in receipts for row in receipt.quarantined]
+        same = active == {file for file, _ in files} and previous is not None and previous == _publication(table, day)
+        if same and (files or not (rows or len(self.read_quarantine(day)))):
+            return str(previous)  # what is published already: nothing to replace
+        # One commit may not both add and remove a path, so a file that is active already comes in under a new name.
+        renewed = {file: self._renewed(file) for file, _ in files if file in active}
+        files = [(renewed.get(file, file), count) for file, count in files]
+        publication = str(new_publication())
         if rows:
             append_quarantine(self.quarantine, day, publication, run_id, rows)
         self._append_run(day, publication, run_id, report)
@@ -197,6 +194,9 @@ class PredictionTable:
             except CommitFailedError:
                 table = DeltaTable(self.predictions)
             else:
+                for receipt in receipts:
+                    if receipt.file in renewed:  # the old name may be cleaned away from now on
+                        self.receipts.write(replace(receipt, file=renewed[receipt.file]))
                 return publication
         raise PublicationConflictError(
             f"other days were committed {_ATTEMPTS} times while this one tried",

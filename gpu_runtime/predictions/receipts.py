@@ -61,7 +61,10 @@ class ReceiptStore:
         write_atomically(self._path(receipt.day, receipt.shard), json.dumps(to_plain(receipt)).encode())
 
     def find(self, day: str, shard: int, key: str) -> Receipt | None:
-        """The shard's receipt, if it is of the same key and its data file is whole."""
+        """The shard's receipt, if it is of the same key and its data file is whole.
+
+        Rows that the engine failed on are tried again: the engine may have been to blame, or its device.
+        """
         try:
             receipt = Receipt.from_plain(json.loads(self._path(day, shard).read_text()))
         except (FileNotFoundError, ValueError, KeyError, TypeError):
@@ -69,7 +72,7 @@ class ReceiptStore:
         file = self._table / receipt.file
         if receipt.resume_key != key or not file.is_file() or file_digest(file) != receipt.sha256:
             return None
-        return receipt
+        return None if any(row.stage == "engine" for row in receipt.quarantined) else receipt
 
     def _path(self, day: str, shard: int) -> Path:
         return self.root / day / f"{shard:06}.json"

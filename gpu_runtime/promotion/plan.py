@@ -98,7 +98,13 @@ class ServingPlan:
 
 
 def choose_plan(
-    report: BenchmarkReport, *, declaration: str, engine_set: str, policy: GatePolicy, device_class: DeviceClass
+    report: BenchmarkReport,
+    *,
+    declaration: str,
+    engine_set: str,
+    gate_set: str,
+    policy: GatePolicy,
+    device_class: DeviceClass,
 ) -> ServingPlan:
     """The plan the report allows, by the verdicts inside it.
 
@@ -110,6 +116,7 @@ def choose_plan(
         ("declaration of the model and its inputs", declaration, report.declaration),
         ("engine set", engine_set, report.engine_set),
         ("gate", policy, report.policy),
+        ("set of gate rows", gate_set, report.gate_set),
         ("class of device", device_class, report.device_class),
     ):
         if wanted != got:

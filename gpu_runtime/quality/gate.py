@@ -78,8 +78,8 @@ class GatePolicy:
                 next_step="declare `label` in defs.yaml, or gate on `agreement`",
             )
         known = np.isfinite(labels) & _finite(reference)
-        if not _finite(got[known]).all():
-            return math.nan  # a NaN would sort as the highest score; FP32 can score these rows
+        if not _finite(got[_finite(reference)]).all():
+            return math.nan  # a NaN would sort as the highest score; FP32 can score these rows, labelled or not
         return (auc if self.metric == "auc" else accuracy)(labels[known], got[known])
 
 

@@ -283,6 +283,7 @@ def serving_plan(pipeline: Pipeline) -> dg.AssetsDefinition:
             upstream.report(device_class),
             declaration=upstream.declaration,
             engine_set=upstream.engines(device_class).digest,
+            gate_set=upstream.sample_digest(pipeline.gate_rows),
             policy=pipeline.gate,
             device_class=device_class,
         )

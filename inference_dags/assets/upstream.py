@@ -45,10 +45,13 @@ class Upstream:
         return sample_digest(self.source, rows.days, rows.rows, rows.seed)
 
     def exported(self) -> ExportedModel:
-        return ExportedModel(
+        exported = ExportedModel(
             self._latest("onnx_model", EXPORT_KIND)
             or self._found("onnx_model", EXPORT_KIND, self.pipeline.model.digest)
         )
+        if exported.spec != self.pipeline.model.digest:
+            raise self._stale("onnx_model", "an export of the model as declared now", "one of another declaration")
+        return exported
 
     def calibration(self) -> Calibration:
         if latest := self._latest("calibration", CALIBRATION_KIND):
@@ -66,6 +69,9 @@ class Upstream:
         exported, quantized = self.exported(), self.quantized()
         if quantized.export != exported.digest:
             raise self._stale("int8_model", f"export {exported.digest[:12]}", quantized.export[:12])
+        recipes, made = [r.variant for r in self.pipeline.int8], [graph.variant for graph in quantized.graphs()]
+        if recipes != made:
+            raise self._stale("int8_model", ", ".join(recipes), ", ".join(made))
         return [exported.graph(), *quantized.graphs()]
 
     def engines(self, device_class: DeviceClass) -> EngineSet:
@@ -75,6 +81,9 @@ class Upstream:
             engines = EngineSet(latest)
             if strange := {file.graph_digest for file in engines.engines.values()} - {graph.digest for graph in graphs}:
                 raise self._stale("engine", "the graphs of the newest export", f"{len(strange)} of other graphs")
+            built = {key.partition(":")[0] for key in (*engines.engines, *engines.not_built)}
+            if built != set(self.pipeline.backends):
+                raise self._stale("engine", ", ".join(self.pipeline.backends), ", ".join(sorted(built)))
             return engines
         recipe = engine_recipe(graphs, self.pipeline.backends, device_class)
         return EngineSet(self._found("engine", ENGINE_KIND, recipe))

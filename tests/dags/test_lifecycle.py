@@ -110,8 +110,37 @@ def test_a_benchmark_of_something_else_promotes_nothing(promoted: Any, failure_t
         assert promoted.materialize("int8_model").success and promoted.materialize("engine").success
     result = promoted.materialize("serving_plan")
     assert not result.success
-    assert "the benchmark is of another" in failure_text(result)
-    assert "materialize tiny/benchmark" in failure_text(result)
+    assert ("the benchmark is of another" if change != "version" else "onnx_model: was made") in failure_text(result)
+    assert "materialize" in failure_text(result)
+
+
+@pytest.mark.parametrize("change", ["version", "weights and version", "max_batch", "file", "recipes", "backends"])
+def test_nothing_downstream_is_made_from_what_was_declared_before(
+    promoted: Any, failure_text: Any, new_weights: Any, change: str
+) -> None:
+    spec = promoted.settings["model_spec"]
+    if "weights" in change:
+        new_weights(promoted)
+    if "version" in change:
+        spec["version"] = "v2"
+    elif change == "max_batch":
+        spec["max_batch"] = 32
+    elif change == "file":
+        (promoted.root / "tiny" / "model.onnx").rename(promoted.root / "tiny" / "other.onnx")
+        spec["onnx"] = "other.onnx"
+    elif change == "recipes":
+        promoted.settings["int8"] = [{"scheme": "vnni", "percentile": 99.9}]
+    elif change == "backends":
+        promoted.settings["backends"] = ["openvino"]
+    for asset in ("benchmark", "serving_plan"):
+        result = promoted.materialize(asset)
+        assert not result.success and "was made from something older" in failure_text(result), asset
+
+
+def test_other_gate_rows_need_another_benchmark(promoted: Any, failure_text: Any) -> None:
+    promoted.settings["gate"]["rows"]["days"] = DAY
+    result = promoted.materialize("serving_plan")
+    assert not result.success and "the benchmark is of another set of gate rows" in failure_text(result)
 
 
 @pytest.mark.parametrize(

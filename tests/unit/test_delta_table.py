@@ -147,7 +147,7 @@ def test_a_day_never_published_has_no_publication_and_no_run(table: PredictionTa
 
 def test_the_run_report_is_that_of_the_publication_in_force(table: PredictionTable) -> None:
     first = publish(table, MONDAY, report={"run": 1})
-    publish(table, MONDAY, previous=first, report={"run": 2})
+    publish(table, MONDAY, receipt_of(table, MONDAY, [0.5]), previous=first, report={"run": 2})
     publish(table, TUESDAY, report={"run": 3})
     assert table.read_run(MONDAY) == {"run": 2}
 
@@ -322,3 +322,25 @@ def test_many_writers_may_make_the_tables_at_once(tmp_path: Path) -> None:
     table = PredictionTable(tmp_path / "new")
     assert [table.current_publication(day) for day in days] == published
     assert all(scores_of(table, day) == [0.5] for day in days)
+
+
+def test_an_empty_day_published_again_commits_nothing(table: PredictionTable) -> None:
+    first = publish(table, MONDAY)
+    version = DeltaTable(table.predictions).version()
+    assert publish(table, MONDAY, previous=first) == first
+    assert DeltaTable(table.predictions).version() == version
+
+
+def test_a_day_that_was_resumed_in_part_settles(table: PredictionTable) -> None:
+    """Files that got a new name are known by it, so a third run finds nothing to replace."""
+    receipts = [receipt_of(table, MONDAY, [0.5]), receipt_of(table, MONDAY, [0.75], shard=1)]
+    for receipt in receipts:
+        table.receipts.write(receipt)
+    first = publish(table, MONDAY, receipts[0])
+    second = publish(table, MONDAY, *receipts, previous=first)
+    known = [table.receipts.find(MONDAY, shard, receipts[shard].resume_key) for shard in (0, 1)]
+    assert all(known)
+    assert publish(table, MONDAY, *[one for one in known if one], previous=second) == second
+    DeltaTable(table.predictions).vacuum(retention_hours=0, enforce_retention_duration=False, dry_run=False)
+    assert all(table.receipts.find(MONDAY, shard, receipts[shard].resume_key) for shard in (0, 1))
+    assert scores_of(table, MONDAY) == [0.5, 0.75]

@@ -132,3 +132,10 @@ def test_a_metric_that_cannot_read_its_output_is_refused(metric: Any, spec: Tens
 )
 def test_a_metric_takes_the_output_it_is_made_for(metric: Any, spec: TensorSpec) -> None:
     GatePolicy(metric, "y", 0.01).check_output([spec])
+
+
+def test_an_engine_that_fails_only_on_rows_without_a_label_is_refused_too() -> None:
+    labels = np.array([0.0, 1.0, np.nan, np.nan])
+    reference = np.array([0.1, 0.9, 0.5, 0.5])
+    got = np.array([0.1, 0.9, np.nan, 0.5])
+    assert np.isnan(GatePolicy("auc", "y", 0.01).measure(got, reference, labels))

@@ -59,6 +59,7 @@ def choose(report: BenchmarkReport, **other: Any) -> ServingPlan:
     asked: dict[str, Any] = {
         "declaration": "declared",
         "engine_set": "engine set",
+        "gate_set": "gate set",
         "policy": POLICY,
         "device_class": CPU,
     }
@@ -213,6 +214,7 @@ def test_only_what_changes_a_score_changes_the_scoring_key(change: dict[str, Any
     [
         ("declaration", {"declaration": "with other columns"}),
         ("engine set", {"engine_set": "built since"}),
+        ("set of gate rows", {"gate_set": "other rows"}),
         ("gate", {"policy": replace(POLICY, min_value=0.99)}),
         ("class of device", {"device_class": OTHER}),
     ],

@@ -84,3 +84,10 @@ def test_any_change_of_files_scoring_or_schema_is_another_key(shard: ShardTask, 
 def test_where_the_files_lie_does_not_matter() -> None:
     moved = replace(SHARD, folder="/elsewhere")
     assert resume_key(moved, "scoring", "schema") == resume_key(SHARD, "scoring", "schema")
+
+
+def test_rows_that_the_engine_failed_on_are_tried_again(receipts: ReceiptStore, receipt: Receipt) -> None:
+    """The engine of that night may have been to blame, and no row."""
+    failed = replace(receipt.quarantined[0], stage="engine", reason="the engine failed on this row")
+    receipts.write(replace(receipt, quarantined=(failed,)))
+    assert receipts.find(DAY, 3, "key") is None
