@@ -62,7 +62,7 @@ class Int8Recipe:
 
 @dataclass(frozen=True)
 class QuantizedModel:
-    """The INT8 graphs of a model, one for each recipe, in the recipes' order."""
+    """The INT8 graphs of a model, one for each recipe, by name."""
 
     artifact: Artifact
 

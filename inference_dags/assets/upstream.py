@@ -69,7 +69,8 @@ class Upstream:
         exported, quantized = self.exported(), self.quantized()
         if quantized.export != exported.digest:
             raise self._stale("int8_model", f"export {exported.digest[:12]}", quantized.export[:12])
-        recipes, made = [r.variant for r in self.pipeline.int8], [graph.variant for graph in quantized.graphs()]
+        recipes = sorted(recipe.variant for recipe in self.pipeline.int8)
+        made = sorted(graph.variant for graph in quantized.graphs())
         if recipes != made:
             raise self._stale("int8_model", ", ".join(recipes), ", ".join(made))
         return [exported.graph(), *quantized.graphs()]

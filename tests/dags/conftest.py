@@ -43,6 +43,7 @@ dataset:
   label: label
 calibration: {days: "2026-01-01", rows: 100}
 int8:
+  - {scheme: vnni, keep_first_float: true}
   - {scheme: vnni}
 gate:
   metric: auc

@@ -11,6 +11,7 @@ import pytest
 from gpu_runtime.promotion.store import PromotionStore
 
 DAY = "2026-01-03"
+VARIANTS = ("fp32", "int8-vnni-minmax", "int8-vnni-minmax-first-float")
 
 
 def key(asset: str) -> dg.AssetKey:
@@ -284,5 +285,5 @@ def test_benchmark_shows_a_table_and_a_plot_that_the_ui_draws_in_place(promoted:
         if hasattr(metadata["engines"], "records")
         else {record.data["engine"] for record in metadata["engines"]}
     )
-    assert engines == {f"{b}:{v}" for b in ("onnxruntime", "openvino") for v in ("fp32", "int8-vnni-minmax")}
+    assert engines == {f"{b}:{v}" for b in ("onnxruntime", "openvino") for v in VARIANTS}
     assert metadata["rows_per_s"].startswith("![") and len(metadata["rows_per_s"]) < 1000
