@@ -354,7 +354,7 @@ class _Run:
                 f"the engine failed on each of {self._hopeless} rows in a row",
                 stage="execute",
                 item=executor.engine.file.key,
-                got=f"{type(error).__name__}: {error}",
+                got=type(error).__name__,  # the cause has the rest; its text may quote a cell
                 next_step="materialize engine, benchmark and serving_plan again; no row is to blame",
             ) from error
         return kept

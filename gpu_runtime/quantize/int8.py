@@ -55,7 +55,7 @@ class Int8Recipe:
 
     @property
     def variant(self) -> str:
-        method = "minmax" if self.percentile == 100 else f"p{self.percentile:g}"
+        method = "minmax" if self.percentile == 100 else f"p{self.percentile:.10g}"
         suffix = ("-first-float" if self.keep_first_float else "") + ("" if self.per_channel else "-per-tensor")
         return f"int8-{self.scheme}-{method}{suffix}"
 

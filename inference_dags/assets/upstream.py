@@ -104,13 +104,14 @@ class Upstream:
         return self.store.get(kind, str(digest.value)) if digest else None
 
     def _stale(self, asset: str, expected: str, got: str) -> ArtifactError:
+        first, last = f"{self.pipeline.name}/onnx_model", f"{self.pipeline.name}/{asset}"
         return ArtifactError(
             "was made from something older",
             stage="upstream",
-            item=f"{self.pipeline.name}/{asset}",
+            item=last,
             expected=expected,
             got=got,
-            next_step=f"materialize what lies between {self.pipeline.name}/onnx_model and {self.pipeline.name}/{asset}",
+            next_step=f"materialize {last}" if first == last else f"materialize every stage from {first} to {last}",
         )
 
     def _found(self, asset: str, kind: str, recipe: str) -> Artifact:

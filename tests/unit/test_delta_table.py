@@ -344,3 +344,12 @@ def test_a_day_that_was_resumed_in_part_settles(table: PredictionTable) -> None:
     DeltaTable(table.predictions).vacuum(retention_hours=0, enforce_retention_duration=False, dry_run=False)
     assert all(table.receipts.find(MONDAY, shard, receipts[shard].resume_key) for shard in (0, 1))
     assert scores_of(table, MONDAY) == [0.5, 0.75]
+
+
+def test_another_quarantine_is_published_though_the_scored_files_are_the_same(table: PredictionTable) -> None:
+    scored = receipt_of(table, MONDAY, [0.5])
+    first = publish(table, MONDAY, scored, receipt_of(table, MONDAY, [], shard=1, rotten=(ROTTEN,)))
+    another = QuarantinedRow("key-y", "a.parquet", 10, "input", "column 'a' is null", "ValueError")
+    again = receipt_of(table, MONDAY, [], shard=1, rotten=(ROTTEN, another))
+    assert publish(table, MONDAY, scored, again, previous=first) != first
+    assert table.count_day(MONDAY) == (1, 2)

@@ -162,3 +162,8 @@ def test_every_recipe_has_a_name_of_its_own() -> None:
 def test_a_percentile_outside_its_bounds_is_refused(percentile: float) -> None:
     with pytest.raises(QuantizationError):
         Int8Recipe("vnni", percentile)
+
+
+def test_percentiles_close_to_all_keep_names_of_their_own() -> None:
+    close = (99.9, 99.99, 99.99999, 99.999999, 100.0)
+    assert len({Int8Recipe("vnni", percentile).variant for percentile in close}) == len(close)
