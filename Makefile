@@ -3,7 +3,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 export DAGSTER_HOME := $(CURDIR)/.dagster
 
-.PHONY: demo ui test test-full check clean
+MINUTES ?= 10
+SEED ?= 0
+
+.PHONY: demo ui test test-full soak fuzz check clean
 
 demo: .venv/installed .dagster/dagster.yaml
 	$(BIN)/python -m inference_dags.demo
@@ -16,6 +19,12 @@ test: .venv/installed
 
 test-full: .venv/installed
 	$(BIN)/python -m pytest -m "not gpu"
+
+soak: .venv/installed
+	$(BIN)/python tests/faults/soak.py --minutes $(MINUTES) --seed $(SEED)
+
+fuzz: .venv/installed
+	$(BIN)/python tests/fuzz/fuzz.py --seed $(SEED)
 
 check: .venv/installed .dagster/dagster.yaml
 	$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy && $(BIN)/dg check yaml && $(BIN)/dg check defs

@@ -9,6 +9,7 @@
     ├── EngineMismatchError      an engine file does not fit this device or backend version
     ├── DeviceError              a device is absent or failed
     │   └── DeviceUnavailableError
+    ├── StalledError             a stage of a run hangs
     ├── DatasetError             a day or a file of it cannot be read as declared
     ├── PlanError                no serving plan, or one that cannot be used
     ├── GateError                a plan was asked for without a passed gate
@@ -80,6 +81,10 @@ class DeviceError(InferenceError):
 
 
 class DeviceUnavailableError(DeviceError):
+    pass
+
+
+class StalledError(InferenceError):
     pass
 
 

@@ -3,39 +3,75 @@
 from __future__ import annotations
 
 import contextlib
+import math
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
+
+import numpy as np
 
 from gpu_runtime.artifacts import ArtifactStore
 from gpu_runtime.backends.protocol import Engine, EngineOptions
 from gpu_runtime.backends.registry import get_backend
+from gpu_runtime.datasets.decode import DecodePool
 from gpu_runtime.datasets.partition import DatasetPartition, ShardReader, ShardTask, Source, check_unchanged
 from gpu_runtime.device.protocol import Device
-from gpu_runtime.errors import DeviceError, InferenceError, TooManyQuarantinedError
+from gpu_runtime.errors import (
+    DeviceError,
+    EngineMismatchError,
+    InferenceError,
+    SpecError,
+    StalledError,
+    TooManyQuarantinedError,
+)
 from gpu_runtime.executor.pipeline import Batch, ScoredBatch, StreamExecutor
 from gpu_runtime.executor.stage_clock import RunStats
-from gpu_runtime.predictions.delta_table import PredictionSchema, PredictionTable, ShardWriter
-from gpu_runtime.predictions.receipts import QuarantinedRow, Receipt, resume_key
+from gpu_runtime.faults import FaultPlan, around, no_faults
+from gpu_runtime.predictions.attempts import Attempt
+from gpu_runtime.predictions.delta_table import DayRecord, PredictionTable
+from gpu_runtime.predictions.receipts import QuarantinedRow, Receipt, day_key, resume_key
+from gpu_runtime.predictions.shard_file import PredictionSchema, Provenance, ShardWriter
 from gpu_runtime.promotion.plan import ServingPlan
+from gpu_runtime.promotion.store import CeilingStore
+from gpu_runtime.quality.drift import OutputReview, drift
 from gpu_runtime.specs import to_plain
+
+_REVIEWED_VALUES, _REVIEWED_ROWS = 100_000, 1_000
+"""Of each output so many values are enough for a distribution, but never fewer rows; a day may have any number."""
 
 
 @dataclass(frozen=True)
 class ScoringPolicy:
-    """`max_quarantined_fraction`: a day with a larger share of quarantined rows is not published."""
+    """`max_quarantined_fraction`: a day with a larger share of quarantined rows is not published.
+    `stage_timeout_s`: a shard that takes longer to open, or a batch to be decoded, computed or written, ends the run.
+    """
 
     max_quarantined_fraction: float = 0.05
+    stage_timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        for name, fits, expected in (
+            ("max_quarantined_fraction", 0 <= self.max_quarantined_fraction <= 1, "a fraction, 0 … 1"),
+            ("stage_timeout_s", self.stage_timeout_s > 0, "seconds above 0"),
+        ):
+            if not fits:
+                raise SpecError(
+                    "cannot be used", stage="scoring", item=name, expected=expected, got=str(getattr(self, name))
+                )
 
 
 @dataclass(frozen=True)
 class Predictions:
     """One published day. `rows_in` rows were read; `published` and `published_quarantined` were counted in the
-    tables afterwards. `stats` is None when every shard had a receipt."""
+    tables afterwards. `reused`: the day was published already, of the same inputs, engine and schema, and nothing was
+    scored. `stats` is None when no row was. `left_behind`: why dead runs' leftovers could not be removed; the day's
+    next run tries again."""
 
     day: str
     publication: str
+    day_key: str
     rows_in: int
     scored: int
     quarantined: int
@@ -43,8 +79,11 @@ class Predictions:
     published_quarantined: int
     shards: int
     resumed_shards: int
+    reused: bool
     stats: RunStats | None
     report: Mapping[str, Any]
+    review: OutputReview
+    left_behind: str | None = None
 
     @property
     def accounted(self) -> bool:
@@ -54,17 +93,36 @@ class Predictions:
 
 @dataclass
 class _OpenShard:
+    number: int
     task: ShardTask
     reader: ShardReader
     writer: ShardWriter
     quarantined: list[QuarantinedRow] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Destination:
+    """Where one attempt at a day leaves its shards."""
+
+    table: PredictionTable
+    schema: PredictionSchema
+    attempt: Attempt
+
+
 class Scorer:
     """The promoted engine, loaded once, with its executor: scores any number of shards and days."""
 
-    def __init__(self, plan: ServingPlan, store: ArtifactStore, device: Device) -> None:
-        self.plan, self._store, self._device = plan, store, device
+    def __init__(
+        self,
+        plan: ServingPlan,
+        store: ArtifactStore,
+        device: Device,
+        policy: ScoringPolicy,
+        faults: FaultPlan = no_faults,
+    ) -> None:
+        self.plan, self.policy = plan, policy
+        self._store, self._device, self._faults = store, device, faults
+        self._ceilings = CeilingStore(store.root)
         self._stack = contextlib.ExitStack()
         self._executor: StreamExecutor | None = None
 
@@ -72,12 +130,23 @@ class Scorer:
     def executor(self) -> StreamExecutor:
         """The engine is loaded, and memory allocated, by the first use."""
         if self._executor is None:
-            file = self.plan.engine_file(self._store)
-            options = EngineOptions(self.plan.streams, self.plan.threads)
-            engine: Engine = get_backend(file.backend).load(file, self._device, options)
+            plan = self.plan
+            file = plan.engine_file(self._store)
+            engine: Engine = get_backend(file.backend).load(
+                file, self._device, EngineOptions(plan.streams, plan.threads)
+            )
             self._stack.enter_context(engine)
+            fits = self._ceilings.find(plan.engine_digest, plan.device_class)
             self._executor = self._stack.enter_context(
-                StreamExecutor(engine, self._device, batch=self.plan.batch, decode_workers=self.plan.decode_workers)
+                StreamExecutor(
+                    engine,
+                    self._device,
+                    batch=min(plan.batch, fits or plan.batch),
+                    decode_workers=plan.decode_workers,
+                    stage_timeout_s=self.policy.stage_timeout_s,
+                    ceiling_lowered=lambda rows: self._ceilings.lower(plan.engine_digest, plan.device_class, rows),
+                    faults=self._faults,
+                )
             )
         return self._executor
 
@@ -91,86 +160,99 @@ class Scorer:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def score_shard(
-        self, task: ShardTask, source: Source, schema: PredictionSchema, table: PredictionTable, run_id: str
-    ) -> Receipt:
-        """Score one shard and leave its file and its receipt: the unit of work, whoever calls it."""
-        return self.score_shards([task], source, schema, table, run_id)[0][0]
-
     def score_shards(
         self,
         tasks: Sequence[ShardTask],
         source: Source,
-        schema: PredictionSchema,
-        table: PredictionTable,
-        run_id: str,
-    ) -> tuple[list[Receipt], RunStats]:
-        """Score shards one after another without draining the ring between them. Receipts in the tasks' order."""
-        opened: dict[int, _OpenShard] = {}
-        receipts: list[Receipt] = []
+        to: Destination,
+        *,
+        max_quarantined_fraction: float = 1.0,
+        force: bool = False,
+    ) -> tuple[list[Receipt], RunStats | None]:
+        """`score_shard` for several shards, without draining the ring between them.
+
+        Receipts come in the tasks' order; the statistics are of what was scored now, None if nothing was.
+        Raises `TooManyQuarantinedError` as soon as a larger share of the tasks' rows is in quarantine.
+        """
+        receipts = {} if force else {task.index: found for task in tasks if (found := self._find(task, to))}
+        item = f"{self.plan.model} {to.attempt.day}"
+        allowance = _Allowance(item, max_quarantined_fraction, sum(task.rows for task in tasks))
+        pending = [task for task in tasks if task.index not in receipts]
+        try:
+            for receipt in receipts.values():
+                allowance.take(receipt.quarantined)
+            stats = self._run(pending, source, to, receipts, allowance) if pending else None
+        except (TooManyQuarantinedError, DeviceError):
+            # The engine or its device may be to blame: these rows are tried again. Bad input stays bad.
+            to.table.receipts.withdraw(
+                one for one in receipts.values() if one.failed_in("engine") or one.failed_in("output")
+            )
+            raise
+        return [receipts[task.index] for task in tasks], stats
+
+    def _find(self, task: ShardTask, to: Destination) -> Receipt | None:
+        return to.table.receipts.find(task.day, task.index, self._key(task, to))
+
+    def _key(self, task: ShardTask, to: Destination) -> str:
+        return resume_key(task, self.plan.scoring_key, to.schema.digest)
+
+    def _run(
+        self,
+        tasks: Sequence[ShardTask],
+        source: Source,
+        to: Destination,
+        receipts: dict[int, Receipt],
+        allowance: _Allowance,
+    ) -> RunStats:
+        """Score `tasks` and add each one's receipt to `receipts` as it is finished."""
+        provenance = Provenance(self.plan.model_digest, self.plan.engine_digest, to.attempt.run_id)
+        opened: deque[_OpenShard] = deque()
+        pool = DecodePool(1)
+
+        def open_shard(task: ShardTask) -> ShardReader:
+            with around(self._faults, "read"):
+                return source.open(task)
 
         def batches() -> Iterator[Batch]:
-            with ThreadPoolExecutor(1, thread_name_prefix="open") as opener:
-                coming = [opener.submit(source.open, task) for task in tasks[:1]]
-                for number, task in enumerate(tasks):
-                    reader = coming.pop().result()
-                    # The next shard is opened while this one is scored; one ahead bounds the memory.
-                    coming += [opener.submit(source.open, following) for following in tasks[number + 1 : number + 2]]
-                    writer = table.shard_writer(schema, task.day, task.index, self.plan.engine_digest, run_id)
-                    opened[number] = _OpenShard(task, reader, writer)
-                    yield from self.executor.batches(number, reader)
+            # The next shard is opened while this one is scored; one ahead bounds the memory.
+            coming = [pool.submit(partial(open_shard, task)) for task in tasks[:1]]
+            for number, task in enumerate(tasks):
+                reader = coming.pop().result()
+                coming += [pool.submit(partial(open_shard, following)) for following in tasks[number + 1 : number + 2]]
+                writer = to.table.shard_writer(to.schema, task.index, to.attempt, provenance)
+                opened.append(_OpenShard(number, task, reader, writer))
+                yield from self.executor.batches(number, reader)
 
-        def close_until(number: int) -> None:
-            """Shards before `number` have got all their batches: write their receipts."""
-            while len(receipts) < number:
-                number_closed = len(receipts)
-                receipts.append(self._close_shard(opened[number_closed], schema, table, run_id))
-                del opened[number_closed]
+        def close_before(number: int) -> None:
+            """Shards before `number` have got all their batches, those without a row included."""
+            while opened and opened[0].number < number:
+                shard = opened.popleft()
+                receipts[shard.task.index] = self._close_shard(shard, to)
 
         def write(scored: ScoredBatch) -> None:
             batch = scored.batch
-            close_until(batch.shard)
-            self._write(opened[batch.shard], scored)
+            close_before(batch.shard)
+            with around(self._faults, "write"):
+                allowance.take(_write_rows(opened[0], scored))
             if batch.stop == batch.reader.rows:
-                close_until(batch.shard + 1)
+                close_before(batch.shard + 1)
 
         try:
             stats = self.executor.run(batches(), write)
-            close_until(len(tasks))
-        except BaseException:
-            for shard in opened.values():
-                shard.writer.abandon()
-            raise
-        return receipts, stats
+            close_before(len(tasks))
+        finally:
+            pool.close(wait=False)
+        return stats
 
-    def _write(self, shard: _OpenShard, scored: ScoredBatch) -> None:
-        failed = {failure.row for failure in scored.failures}
-        start, stop = scored.batch.start, scored.batch.stop
-        for failure in scored.failures:
-            origin = shard.reader.origin(start + failure.row)
-            shard.quarantined.append(
-                QuarantinedRow(
-                    origin.key, origin.file, origin.position, failure.stage, failure.reason, failure.exception
-                )
-            )
-        keys, files, positions = shard.reader.origins(start, stop)
-        outputs = scored.outputs
-        if failed:
-            kept = [row for row in range(stop - start) if row not in failed]
-            keys, files = [keys[row] for row in kept], [files[row] for row in kept]
-            positions = [positions[row] for row in kept]
-            outputs = {name: values[kept] for name, values in outputs.items()}
-        if keys:
-            shard.writer.append(keys, files, positions, outputs)
-
-    def _close_shard(self, shard: _OpenShard, schema: PredictionSchema, table: PredictionTable, run_id: str) -> Receipt:
+    def _close_shard(self, shard: _OpenShard, to: Destination) -> Receipt:
         check_unchanged(shard.task)
-        nbytes, sha256 = shard.writer.finish()
+        with around(self._faults, "data file"):
+            nbytes, sha256 = shard.writer.finish()
         receipt = Receipt(
             day=shard.task.day,
             shard=shard.task.index,
-            resume_key=resume_key(shard.task, self.plan.scoring_key, schema.digest),
-            run_id=run_id,
+            resume_key=self._key(shard.task, to),
+            run_id=to.attempt.run_id,
             file=shard.writer.file,
             nbytes=nbytes,
             sha256=sha256,
@@ -178,8 +260,65 @@ class Scorer:
             rows=shard.writer.rows,
             quarantined=tuple(shard.quarantined),
         )
-        table.receipts.write(receipt)
+        with around(self._faults, "receipt"):
+            to.table.receipts.write(receipt)
         return receipt
+
+
+def score_shard(task: ShardTask, scorer: Scorer, source: Source, to: Destination) -> Receipt:
+    """Score one shard and leave its file and then its receipt: the unit of work, whoever calls it.
+
+    A shard that has a receipt of the same resume key is not opened again. Whether too many rows are in quarantine is
+    a question to the whole day, and asked when that is published.
+    """
+    return scorer.score_shards([task], source, to)[0][0]
+
+
+class _Allowance:
+    """How many rows may still go to quarantine."""
+
+    def __init__(self, item: str, fraction: float, rows: int) -> None:
+        self._item, self._fraction, self._rows = item, fraction, rows
+        self._reasons: Counter[str] = Counter()
+        self._example: dict[str, str] = {}
+
+    def take(self, quarantined: Sequence[QuarantinedRow]) -> None:
+        """Raises `TooManyQuarantinedError` when there are more of them than the day may have."""
+        for row in quarantined:
+            self._reasons[row.reason] += 1
+            self._example.setdefault(row.reason, row.source_file)
+        taken = self._reasons.total()
+        if taken > self._fraction * self._rows:
+            most = [f"{reason} ({n} rows, as in {self._example[reason]})" for reason, n in self._reasons.most_common(3)]
+            raise TooManyQuarantinedError(
+                "too many rows cannot be scored; nothing was published",
+                stage="score",
+                item=self._item,
+                expected=f"at most {self._fraction:.1%} of {self._rows} rows quarantined",
+                got=f"{taken} ({taken / self._rows:.1%}) so far; most often: {'; '.join(most)}",
+                next_step="repair the day's input, or raise max_quarantined_fraction, and run again",
+            )
+
+
+def _write_rows(shard: _OpenShard, scored: ScoredBatch) -> list[QuarantinedRow]:
+    """Add a batch's rows to its shard; returns those that go to quarantine instead."""
+    failed = {failure.row for failure in scored.failures}
+    start, stop = scored.batch.start, scored.batch.stop
+    keys, files, positions = shard.reader.origins(start, stop)
+    quarantined = [
+        QuarantinedRow(keys[one.row], files[one.row], positions[one.row], one.stage, one.reason, one.exception)
+        for one in scored.failures
+    ]
+    outputs = scored.outputs
+    if failed:
+        kept = [row for row in range(stop - start) if row not in failed]
+        keys, files = [keys[row] for row in kept], [files[row] for row in kept]
+        positions = [positions[row] for row in kept]
+        outputs = {name: values[kept] for name, values in outputs.items()}
+    if keys:
+        shard.writer.append(keys, files, positions, outputs)
+    shard.quarantined.extend(quarantined)
+    return quarantined
 
 
 def score_partition(
@@ -188,55 +327,96 @@ def score_partition(
     source: Source,
     schema: PredictionSchema,
     table: PredictionTable,
-    policy: ScoringPolicy,
     run_id: str,
+    *,
+    force: bool = False,
 ) -> Predictions:
-    """Score what has no receipt yet and publish the day.
+    """Score what has no receipt yet and publish the day; a day that is published already, of the same resume key, is
+    not scored again. `force` scores every row anew.
 
-    Raises `TooManyQuarantinedError` and publishes nothing when too large a share of the rows was quarantined.
+    Raises `TooManyQuarantinedError` and publishes nothing when too large a share of the rows was quarantined. An error
+    that comes after the commit says that the day is published.
     """
     table.create(schema)
-    previous = table.current_publication(partition.day)
-    plan = scorer.plan
-    found = {
-        shard.index: table.receipts.find(partition.day, shard.index, resume_key(shard, plan.scoring_key, schema.digest))
-        for shard in partition.shards
-    }
-    receipts = {index: receipt for index, receipt in found.items() if receipt is not None}
-    pending = [shard for shard in partition.shards if shard.index not in receipts]
-    stats: RunStats | None = None
-    if pending:
-        made, stats = scorer.score_shards(pending, source, schema, table, run_id)
-        receipts |= {receipt.shard: receipt for receipt in made}
-    ordered = [receipts[shard.index] for shard in partition.shards]
-    scored = sum(receipt.rows for receipt in ordered)
-    rows = [row for receipt in ordered for row in receipt.quarantined]
-    rows_in = sum(receipt.rows_in for receipt in ordered)
-    if rows_in and len(rows) / rows_in > policy.max_quarantined_fraction:
-        raise TooManyQuarantinedError(
-            "too many rows cannot be scored; nothing was published",
-            stage="score",
-            item=f"{plan.model} {partition.day}",
-            expected=f"at most {policy.max_quarantined_fraction:.1%} of {rows_in} rows quarantined",
-            got=f"{len(rows)} ({len(rows) / rows_in:.1%}); most often: {_most_frequent(rows)}",
-            next_step="repair the day's input, or raise max_quarantined_fraction",
-        )
-    report = run_report(plan, partition, scored, len(rows), len(partition.shards) - len(pending), stats, run_id)
-    publication = table.publish(schema, partition.day, ordered, run_id, report, previous)
-    published, published_quarantined = table.count_day(partition.day)
+    plan, key = scorer.plan, day_key(partition.shards, scorer.plan.scoring_key, schema.digest)
+    with table.attempt(partition.day, run_id) as attempt:
+        before = table.published(partition.day)
+        if reused := before is not None and before.record.day_key == key and not force:
+            number, record, stats, resumed = before.number, before.record, None, len(partition.shards)
+        else:
+            receipts, stats = scorer.score_shards(
+                partition.shards,
+                source,
+                Destination(table, schema, attempt),
+                max_quarantined_fraction=scorer.policy.max_quarantined_fraction,
+                force=force,
+            )
+            resumed = sum(attempt.id not in receipt.file for receipt in receipts)
+            quarantined = sum(len(receipt.quarantined) for receipt in receipts)
+            scored = sum(receipt.rows for receipt in receipts)
+            record = DayRecord(
+                day_key=key,
+                provenance=Provenance(plan.model_digest, plan.engine_digest, run_id),
+                rows_in=sum(receipt.rows_in for receipt in receipts),
+                scored=scored,
+                quarantined=quarantined,
+                report=run_report(plan, partition, scored, quarantined, resumed, stats, run_id),
+            )
+            number = table.publish(schema, attempt, receipts, record, before.number if before else None)
+        left_behind = None
+        try:
+            table.clean_up(attempt)
+        except Exception as error:
+            left_behind = type(error).__name__
+    try:
+        published, published_quarantined = table.count_day(partition.day)
+        review = review_outputs(table, schema, partition.day)
+    except Exception as error:
+        raise InferenceError(
+            f"the day is published (publication {number}), but cannot be read back",
+            stage="check",
+            item=partition.day,
+            got=type(error).__name__,
+            next_step="run the day again, which scores nothing; if files of the table are lost, run it with `force`",
+        ) from error
     return Predictions(
         day=partition.day,
-        publication=publication,
-        rows_in=rows_in,
-        scored=scored,
-        quarantined=len(rows),
+        publication=number,
+        day_key=key,
+        rows_in=record.rows_in,
+        scored=record.scored,
+        quarantined=record.quarantined,
         published=published,
         published_quarantined=published_quarantined,
         shards=len(partition.shards),
-        resumed_shards=len(partition.shards) - len(pending),
+        resumed_shards=resumed,
+        reused=reused,
         stats=stats,
-        report=report,
+        report=record.report,
+        review=review,
+        left_behind=left_behind,
     )
+
+
+def review_outputs(table: PredictionTable, schema: PredictionSchema, day: str) -> OutputReview:
+    """What was published for the day, read back and compared with the last day before it that has rows to compare."""
+    widest = max(math.prod(spec.shape) for spec in schema.outputs)
+    rows = max(_REVIEWED_ROWS, _REVIEWED_VALUES // widest)
+    current, non_finite = _finite_outputs(table, schema, day, rows)
+    for earlier in sorted((other for other in table.days() if other < day), reverse=True) if current else ():
+        reference, _ = _finite_outputs(table, schema, earlier, rows)
+        if shared := [name for name in current if name in reference]:
+            return OutputReview(non_finite, earlier, {name: drift(reference[name], current[name]) for name in shared})
+    return OutputReview(non_finite)
+
+
+def _finite_outputs(
+    table: PredictionTable, schema: PredictionSchema, day: str, rows: int
+) -> tuple[dict[str, Any], Mapping[str, int]]:
+    """A sample of the outputs that have finite rows; and how many rows of each are not."""
+    sample, non_finite = table.sample_outputs(day, schema.outputs, rows)
+    finite = {name: values[np.isfinite(values).all(axis=1)] for name, values in sample.items()}
+    return {name: values for name, values in finite.items() if len(values)}, non_finite
 
 
 def run_report(
@@ -256,6 +436,7 @@ def run_report(
         "model": plan.model,
         "model_version": plan.model_version,
         "engine": plan.engine,
+        "model_digest": plan.model_digest,
         "engine_digest": plan.engine_digest,
         "plan": plan.digest,
         "rows_in": scored + quarantined,
@@ -284,30 +465,25 @@ def score_days(
     source: Source,
     schema: PredictionSchema,
     table: PredictionTable,
-    policy: ScoringPolicy,
     run_id: str,
+    *,
+    force: bool = False,
 ) -> Iterator[tuple[str, Predictions | InferenceError]]:
     """Score days one by one, each published as it finishes; a bad day does not cost the good ones.
 
-    A failed device ends the range with `DeviceError`: the next day would meet the same device.
+    A failed device, an engine that does not fit it or a stage that hangs ends the range with that day: the next would
+    meet the same device.
     """
     for day in days:
         outcome: Predictions | InferenceError
         try:
-            outcome = score_partition(scorer, source.partition(day), source, schema, table, policy, run_id)
-        except DeviceError:
-            raise
+            outcome = score_partition(scorer, source.partition(day), source, schema, table, run_id, force=force)
+        except (DeviceError, EngineMismatchError, StalledError) as error:
+            yield day, error
+            return
         except InferenceError as error:
             outcome = error
         except Exception as error:  # whatever a library raised belongs to this day alone
             outcome = InferenceError("failed unexpectedly", stage="score", item=day, got=type(error).__name__)
             outcome.__cause__ = error
         yield day, outcome
-
-
-def _most_frequent(rows: Sequence[QuarantinedRow]) -> str:
-    counts: dict[str, int] = {}
-    for row in rows:
-        counts[row.reason] = counts.get(row.reason, 0) + 1
-    reason = max(counts, key=lambda r: counts[r])
-    return f"{reason} ({counts[reason]} rows)"

@@ -51,8 +51,9 @@ def digest_of(value: Any) -> str:
 class TensorSpec:
     """One named tensor. `shape` is that of **one row**; in a batch it is `[N, *shape]`.
 
-    `minimum` and `maximum` bound every element; a row outside them is quarantined before it reaches a
-    device, because one bad index can end a CUDA context for everybody.
+    `minimum` and `maximum` bound every element. An input row outside them is quarantined before it reaches a
+    device, because one bad index can end a CUDA context for everybody; an output row outside them, or one that
+    `varies` and whose values are all the same, is quarantined instead of published.
     """
 
     name: str
@@ -60,6 +61,7 @@ class TensorSpec:
     shape: tuple[int, ...] = ()
     minimum: float | None = None
     maximum: float | None = None
+    varies: bool = False
 
     def __post_init__(self) -> None:
         if not _NAME.match(self.name):
@@ -164,7 +166,8 @@ class ModelSpec:
 
     `inputs` are what a *dataset* supplies, in the order of the module's arguments; where `normalize` names
     an input, the module itself receives float32 `[N, C, H, W]` instead of the uint8 `[N, H, W, C]` given here.
-    `outputs` name the module's results in order. `max_batch` is the largest batch ever run.
+    `outputs` name the module's results in order. `max_batch` is the largest batch ever run. `output_ranges` bound
+    every element of an output: a row whose result lies outside is quarantined, as one that is not finite is.
     """
 
     name: str
@@ -175,6 +178,7 @@ class ModelSpec:
     normalize: Mapping[str, ImageNormalization] = field(default_factory=dict)
     top_k: TopK | None = None
     max_batch: int = 64
+    output_ranges: Mapping[str, tuple[float | None, float | None]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "inputs", tuple(self.inputs))
@@ -202,6 +206,18 @@ class ModelSpec:
                     expected=f"a uint8 input of shape [H, W, {channels}]",
                     got="no such input" if tensor is None else f"{tensor.dtype} {tensor.shape}",
                 )
+        ranges = {name: (low, high) for name, (low, high) in self.output_ranges.items()}
+        object.__setattr__(self, "output_ranges", ranges)
+        for name, bounds in ranges.items():
+            TensorSpec(name, "float32", (), *bounds)  # refuses a range that holds nothing
+        if unknown := sorted(set(ranges) - set(() if self.top_k else self.outputs)):
+            raise SpecError(
+                "a range for what is no output of the finished graph",
+                stage="spec",
+                item=f"{self.name}.{unknown[0]}",
+                expected="none: top_k brings its own" if self.top_k else ", ".join(self.outputs),
+                got=", ".join(unknown),
+            )
         if self.top_k and len(self.outputs) != 1:
             raise SpecError(
                 "top_k needs a model with one output",

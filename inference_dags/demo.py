@@ -128,11 +128,11 @@ def tell(demo: Demo, runner: Runner) -> None:
         )
     else:
         print("Every shard had a receipt from an earlier run: no row was scored again.")
-    print(f"\nThe table is {table.predictions}. To read a day:")
+    print(f"\nThe table is {table.predictions.uri}. To read a day:")
     year, month, day = (int(part) for part in demo.day.split("-"))
     filters = f"[('date', '=', datetime.date({year}, {month}, {day}))]"
     print(
-        f"  python -c \"import datetime, deltalake; print(deltalake.DeltaTable('{_short(str(table.predictions))}')"
+        f"  python -c \"import datetime, deltalake; print(deltalake.DeltaTable('{_short(table.predictions.uri)}')"
         f'.to_pandas(filters={filters}, columns={list(demo.columns)}))"'
     )
 

@@ -10,6 +10,7 @@ import dagster as dg
 
 from gpu_runtime.artifacts import Artifact
 from gpu_runtime.benchmark.report import BenchmarkReport, table_rows
+from gpu_runtime.datasets.partition import DatasetPartition
 from gpu_runtime.scoring import Predictions
 
 Metadata = dict[str, Any]
@@ -71,6 +72,16 @@ def bars(values: Sequence[tuple[float, bool]]) -> dg.MarkdownMetadataValue:
     return dg.MetadataValue.md(f"![rows per second](data:image/svg+xml;base64,{image})")
 
 
+def inputs_metadata(partition: DatasetPartition) -> Metadata:
+    return {
+        "inputs": partition.digest,
+        "files": partition.files,
+        "bytes": partition.nbytes,
+        "shards": len(partition.shards),
+        "dagster/row_count": sum(shard.rows for shard in partition.shards),
+    }
+
+
 def predictions_metadata(predictions: Predictions) -> Metadata:
     report = predictions.report
     metadata: Metadata = {
@@ -79,9 +90,12 @@ def predictions_metadata(predictions: Predictions) -> Metadata:
         "quarantined": predictions.quarantined,
         "shards": predictions.shards,
         "resumed_shards": predictions.resumed_shards,
+        "reused": predictions.reused,
         "publication": predictions.publication,
         "engine": report["engine"],
     }
+    if predictions.left_behind is not None:
+        metadata["leftovers_not_removed"] = predictions.left_behind
     if predictions.stats is not None and predictions.stats.rows:
         metadata |= {
             name: report[name] for name in ("rows_per_s", "of_engine_only", "of_shared_cpu_bound", "padded_rows")

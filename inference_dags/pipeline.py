@@ -9,7 +9,7 @@ import dagster as dg
 
 from gpu_runtime.benchmark.report import Sweep
 from gpu_runtime.datasets.declaration import DatasetSpec
-from gpu_runtime.predictions.delta_table import PredictionSchema
+from gpu_runtime.predictions.shard_file import PredictionSchema
 from gpu_runtime.quality.gate import GatePolicy
 from gpu_runtime.quantize.int8 import Int8Recipe
 from gpu_runtime.scoring import ScoringPolicy
@@ -40,6 +40,7 @@ class Pipeline:
     gate_rows: RowsFrom
     sweep: Sweep
     scoring: ScoringPolicy
+    max_drift: float
     class_names: dict[str, tuple[str, ...]]
     hour_of_day: int
     owners: tuple[str, ...]

@@ -47,14 +47,15 @@ class EngineSet:
 
 
 def engine_recipe(graphs: Sequence[Graph], backends: Sequence[str], device_class: DeviceClass) -> str:
-    """What decides whether engines can be reused: graphs, backends' versions, the class of device."""
+    """What decides whether engines can be reused: graphs with what their tensors can hold, backends' versions, the
+    class of device."""
     versions = {name: get_backend(name).version() if is_installed(name) else None for name in backends}
     return digest_of(
         {
-            "graphs": [(graph.variant, graph.digest) for graph in graphs],
+            "graphs": [(graph.variant, graph.digest, graph.inputs, graph.outputs) for graph in graphs],
             "backends": versions,
             "device_class": device_class,
-            "v": 2,
+            "v": 3,
         }
     )
 

@@ -83,7 +83,7 @@ class LoadedSetting:
                 latencies_ms.append(_finish(*waiting.popleft()))
             slot = self._slots[i % in_flight]
             queued = time.perf_counter()
-            slot.enqueue()
+            slot.enqueue(self._device, self.setting.batch)
             slot.compute.record(slot.computed)
             waiting.append((slot, queued))
         while waiting:

@@ -116,6 +116,11 @@ class BenchmarkReport:
         return str(self.artifact.metadata["declaration"])
 
     @property
+    def model_digest(self) -> str:
+        """Digest of the exported FP32 graph that every engine was judged against."""
+        return str(self.artifact.metadata["model_digest"])
+
+    @property
     def engine_set(self) -> str:
         """Content digest of the engine set that was measured."""
         return str(self.artifact.metadata["engine_set"])
@@ -214,6 +219,7 @@ def run_benchmark(
             "model": spec.name,
             "version": spec.version,
             "declaration": declaration,
+            "model_digest": reference_graph.digest,
             "engine_set": engines.digest,
             "device_class": device.device_class,
             "environment": describe_environment(),
@@ -274,7 +280,7 @@ def run_rows(file: EngineFile, device: Device, sample: RowSample, output: str) -
                 tensor.rows[:count] = rows[tensor.spec.name]
                 tensor.rows[count:] = rows[tensor.spec.name][:1]
                 device.copy_in(tensor.staging, tensor.buffer, tensor.staging.nbytes, stream)
-            slot.enqueue()
+            slot.enqueue(device, batch)
             for tensor in slot.outputs:
                 device.copy_out(tensor.buffer, tensor.staging, tensor.staging.nbytes, stream)
             stream.record(slot.copied_out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,15 +56,18 @@ class ImageFolderSource:
             if path.suffix.lower() in _SUFFIXES and not path.name.startswith(".") and path.is_file()
         ]
         step, reading = self.files_per_shard, reading_of(self)
+        shards = [tuple(files[start : start + step]) for start in range(0, len(files), step)]
         return DatasetPartition(
             day,
             tuple(
-                ShardTask(day, index, str(folder), tuple(files[start : start + step]), reading=reading)
-                for index, start in enumerate(range(0, len(files), step))
+                ShardTask(day, index, str(folder), shard, len(shard), reading=reading)
+                for index, shard in enumerate(shards)
             ),
         )
 
     def open(self, shard: ShardTask) -> ImageReader:
+        # Pillow warns of damaged metadata by the file and of large pictures: a line for each rotten row of a night.
+        warnings.filterwarnings("ignore", module=r"PIL\.")
         return ImageReader(self, shard)
 
 
@@ -76,10 +80,11 @@ class ImageReader:
         return len(self._shard.files)
 
     def origin(self, row: int) -> RowOrigin:
-        return RowOrigin(self._shard.files[row].path, self._shard.files[row].path, 0)
+        path = _as_text(self._shard.files[row].path)
+        return RowOrigin(path, path, 0)
 
     def origins(self, start: int, stop: int) -> tuple[list[str], list[str], list[int]]:
-        paths = [file.path for file in self._shard.files[start:stop]]
+        paths = [_as_text(file.path) for file in self._shard.files[start:stop]]
         return paths, paths, [0] * len(paths)
 
     def labels(self) -> None:
@@ -99,3 +104,8 @@ class ImageReader:
             cause = error.__cause__ or error
             return [RowFailure(row, error.stage, error.reason, type(cause).__name__)]
         return []
+
+
+def _as_text(path: str) -> str:
+    """A name whose bytes are no UTF-8, as text that a table can hold."""
+    return path.encode("utf-8", "backslashreplace").decode()

@@ -61,98 +61,128 @@ class ParquetSource:
         folder = day_folder(Path(self.root), day)
         shards: list[ShardTask] = []
         reading = reading_of(self)
-        for path in sorted(p for p in folder.rglob("*.parquet") if not p.name.startswith((".", "_"))):
-            fingerprint = FileFingerprint.of(path, folder)
+        for path in sorted(folder.rglob("*")):
+            # A folder may carry the suffix too: Spark names the folder of a table so.
+            if path.suffix.lower() != ".parquet" or path.name.startswith((".", "_")) or path.is_dir():
+                continue
             try:
-                metadata = pq.read_metadata(path)
-            except Exception as error:
-                raise DatasetError(
-                    f"not a readable Parquet file: {error}",
-                    stage="dataset",
-                    item=f"{day}/{fingerprint.path}",
-                    next_step="land the file again",
+                fingerprint = FileFingerprint.of(path, folder)
+                groups = _row_group_ranges(pq.read_metadata(path), self.rows_per_shard)
+            except Exception as error:  # OSError and ArrowInvalid, but a damaged footer raises what it likes
+                raise _unreadable(
+                    "not a readable Parquet file", f"{day}/{path.relative_to(folder).as_posix()}", error
                 ) from error
-            for groups in _row_group_ranges(metadata, self.rows_per_shard):
-                shards.append(ShardTask(day, len(shards), str(folder), (fingerprint,), groups, reading))
+            shards += [
+                ShardTask(day, len(shards) + index, str(folder), (fingerprint,), rows, span, reading)
+                for index, (span, rows) in enumerate(groups)
+            ]
         return DatasetPartition(day, tuple(shards))
 
     def open(self, shard: ShardTask) -> ParquetReader:
+        # Every column that scoring reads, once. The label is none of them: it mostly comes later than the day.
+        needed = [c for columns in self.columns.values() for c in columns]
+        needed = list(dict.fromkeys([*needed, *([self.row_key] if self.row_key else [])]))
+        table, offset = self._read(shard, needed, "land the file with its declared columns, or change `columns`")
+        return ParquetReader(self, table, shard, offset)
+
+    def read_labels(self, shard: ShardTask, label: str) -> Any:
+        table, _ = self._read(shard, [label], "name days for the gate whose labels have arrived")
+        return table.column(label)
+
+    def _read(self, shard: ShardTask, columns: list[str], next_step: str) -> tuple[Any, int]:
+        """The shard's rows of `columns`, and the position in the file of the first. No dictionary is left."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
         file = shard.files[0].path
-        path = Path(shard.folder) / file
+        item = f"{shard.day}/{file}"
+        assert shard.row_groups is not None
+        first, last = shard.row_groups
         try:
-            with pq.ParquetFile(path) as parquet:
-                self._check_columns(parquet.schema_arrow, f"{shard.day}/{file}")
-                assert shard.row_groups is not None
-                first, last = shard.row_groups
-                offset = sum(parquet.metadata.row_group(g).num_rows for g in range(first))
-                table = parquet.read_row_groups(list(range(first, last)), columns=self._needed())
-        except (OSError, pa.ArrowException) as error:
-            raise DatasetError(
-                "the file's columns cannot be read",
-                stage="dataset",
-                item=f"{shard.day}/{file}",
-                expected="a whole Parquet file",
-                got=type(error).__name__,
-                next_step="land the file again",
-            ) from error
-        return ParquetReader(self, table.combine_chunks(), shard, offset)
+            # Checksums are verified where the writer left some; without, flipped bytes are other numbers.
+            with pq.ParquetFile(Path(shard.folder) / file, page_checksum_verification=True) as parquet:
+                self._check_columns(parquet.schema_arrow, columns, item, next_step)
+                rows = [parquet.metadata.row_group(group).num_rows for group in range(last)]
+                table = parquet.read_row_groups(list(range(first, last)), columns=columns)
+            if table.num_rows != sum(rows[first:]):
+                raise ValueError("the pages do not hold the rows that the footer promises")
+            for index, column in enumerate(table.columns):
+                if pa.types.is_dictionary(column.type):  # the cast checks its ids, which nothing else does
+                    name = table.schema.names[index]
+                    table = table.set_column(index, name, column.cast(column.type.value_type))
+            return table.combine_chunks(), sum(rows[:first])
+        except DatasetError:
+            raise
+        except Exception as error:  # OSError and ArrowInvalid, but a damaged footer raises what it likes
+            raise _unreadable("the file's columns cannot be read", item, error) from error
 
-    def _needed(self) -> list[str]:
-        """Every column that scoring reads, once. The label is none of them: it mostly comes later than the day."""
-        needed = [c for columns in self.columns.values() for c in columns]
-        return list(dict.fromkeys([*needed, *([self.row_key] if self.row_key else [])]))
-
-    def _check_columns(self, schema: Any, item: str) -> None:
-        for column in self._needed():
-            if column not in schema.names:
+    def _check_columns(self, schema: Any, columns: list[str], item: str, next_step: str) -> None:
+        for column in columns:
+            name = f"label column {column!r}" if columns == [self.label] else f"column {column!r}"
+            if schema.names.count(column) != 1:
                 raise DatasetError(
-                    f"column {column!r} is missing",
+                    f"the {name} is {'ambiguous' if column in schema.names else 'missing'}",
                     stage="dataset",
                     item=item,
-                    expected=", ".join(self._needed()),
-                    got=", ".join(sorted(schema.names)),
-                    next_step="land the file with its declared columns, or change `columns` in defs.yaml",
+                    expected="one column each of " + ", ".join(columns),
+                    got=", ".join(sorted(schema.names)) or "no column",
+                    next_step=next_step,
                 )
-            self._check_type(column, schema.field(column).type, item)
+            found = schema.field(column).type
+            expected = self._expected_of(column, found)
+            if expected is not None:
+                raise DatasetError(
+                    f"the {name} has another type",
+                    stage="dataset",
+                    item=item,
+                    expected=expected,
+                    got=str(found),
+                    next_step="land the file with its declared types",
+                )
 
-    def _check_type(self, column: str, found: Any, item: str) -> None:
+    def _expected_of(self, column: str, found: Any) -> str | None:
+        """What the column should be, if `found` is not it."""
         import pyarrow.types as types
 
-        if column == self.row_key:
-            return
         value = found.value_type if types.is_dictionary(found) else found
+        if types.is_null(value):  # without a single value: its rows are quarantined, one by one
+            return None
         if column in self.vocabularies:
-            fits, expected = types.is_string(value) or types.is_large_string(value), "text"
-        else:
-            fits = types.is_integer(value) or types.is_floating(value) or types.is_boolean(value)
-            expected = "a number"
-        # A column without a single value may come as the null type: its rows are quarantined, one by one.
-        if not (fits or types.is_null(value)):
-            raise DatasetError(
-                f"column {column!r} has another type",
-                stage="dataset",
-                item=item,
-                expected=expected,
-                got=str(found),
-                next_step="land the file with its declared types",
-            )
+            text = types.is_string(value) or types.is_large_string(value) or types.is_string_view(value)
+            return None if text else "text"
+        if column == self.row_key and not any(column in columns for columns in self.columns.values()):
+            return "one value a row" if types.is_nested(value) else None
+        number = types.is_integer(value) or types.is_floating(value) or types.is_boolean(value)
+        return None if number else "a number"
 
 
-def _row_group_ranges(metadata: Any, rows_per_shard: int) -> list[tuple[int, int]]:
+def _unreadable(what: str, item: str, error: Exception) -> DatasetError:
+    # The library's own text stays in the cause: it may quote what it could not read.
+    return DatasetError(
+        what,
+        stage="dataset",
+        item=item.encode("utf-8", "backslashreplace").decode(),  # a file's name need not be text
+        expected="a whole Parquet file",
+        got=type(error).__name__,
+        next_step="land the file again",
+    )
+
+
+def _row_group_ranges(metadata: Any, rows_per_shard: int) -> list[tuple[tuple[int, int], int]]:
+    """Half-open ranges of row groups that cover every row of the file, and how many rows each holds."""
     ranges, first, rows = [], 0, 0
+    if metadata.num_rows != sum(metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)):
+        raise ValueError("the row groups do not hold the rows that the footer promises")
     for group in range(metadata.num_row_groups):
         rows += metadata.row_group(group).num_rows
         if rows >= rows_per_shard or group == metadata.num_row_groups - 1:
-            ranges.append((first, group + 1))
+            ranges.append(((first, group + 1), rows))
             first, rows = group + 1, 0
     return ranges
 
 
 class ParquetReader:
-    """A shard's columns as numpy arrays; converted and checked once, when the shard is opened."""
+    """A shard's columns, whole and of the declared kinds; their values are checked batch by batch."""
 
     def __init__(self, source: ParquetSource, table: Any, shard: ShardTask, offset: int) -> None:
         self._source, self._shard, self._offset = source, shard, offset
@@ -166,37 +196,23 @@ class ParquetReader:
         return int(self._table.num_rows)
 
     def origin(self, row: int) -> RowOrigin:
-        position = self._offset + row
-        key = None if self._keys is None else self._keys[row].as_py()
-        return RowOrigin(f"{self._file}#{position}" if key is None else str(key), self._file, position)
+        keys, files, positions = self.origins(row, row + 1)
+        return RowOrigin(keys[0], files[0], positions[0])
 
     def origins(self, start: int, stop: int) -> tuple[list[str], list[str], list[int]]:
         positions = list(range(self._offset + start, self._offset + stop))
-        found = [None] * len(positions) if self._keys is None else self._keys.slice(start, stop - start).to_pylist()
+        found = [None] * len(positions) if self._keys is None else _values_of(self._keys.slice(start, stop - start))
         keys = [f"{self._file}#{p}" if key is None else str(key) for key, p in zip(found, positions, strict=True)]
         return keys, [self._file] * len(keys), positions
 
     def labels(self) -> npt.NDArray[Any] | None:
-        label = self._source.label
-        if label is None:
+        if self._source.label is None:
             return None
         import pyarrow as pa
-        import pyarrow.parquet as pq
 
-        with pq.ParquetFile(Path(self._shard.folder) / self._file) as parquet:
-            if label not in parquet.schema_arrow.names:
-                raise DatasetError(
-                    f"the label column {label!r} is missing",
-                    stage="dataset",
-                    item=f"{self._shard.day}/{self._file}",
-                    expected=label,
-                    got=", ".join(sorted(parquet.schema_arrow.names)),
-                    next_step="name days for the gate whose labels have arrived",
-                )
-            self._source._check_type(label, parquet.schema_arrow.field(label).type, f"{self._shard.day}/{self._file}")
-            assert self._shard.row_groups is not None
-            column = parquet.read_row_groups(list(range(*self._shard.row_groups)), columns=[label]).column(label)
-        return column.cast(pa.float64()).to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
+        column = self._source.read_labels(self._shard, self._source.label)
+        # Unsafe: a safe cast would refuse, and quote, an integer above 2^53.
+        return column.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
 
     def pieces(self, start: int, stop: int, staging: Mapping[str, npt.NDArray[Any]]) -> list[Piece]:
         return [lambda: self._fill(start, stop, staging)] if stop > start else []
@@ -214,6 +230,8 @@ class ParquetReader:
                     outside |= values < spec.minimum
                 if spec.maximum is not None:
                     outside |= values > spec.maximum
+                if spec.numpy_dtype.kind == "b":
+                    outside |= (values != 0) & (values != 1)
                 if spec.numpy_dtype.kind in "iu":
                     limits = np.iinfo(spec.numpy_dtype)
                     outside |= (values < limits.min) | (values != np.floor(values))
@@ -227,6 +245,7 @@ class ParquetReader:
                 if spec.numpy_dtype.kind == "f":
                     for row in np.flatnonzero(~np.isfinite(target[:, place])):
                         reasons.setdefault(int(row), f"column {column!r} does not fit {spec.dtype}")
+                        target[row, place] = 0
         return [RowFailure(row, "input", reason, "ValueError") for row, reason in sorted(reasons.items())]
 
     def _values(self, column: str, start: int, stop: int) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_], Any]:
@@ -245,6 +264,8 @@ class ParquetReader:
         else:
             if pa.types.is_null(chunk.type) or pa.types.is_boolean(chunk.type):
                 chunk = chunk.cast(pa.int64())
+            elif pa.types.is_float16(chunk.type):  # in which most limits overflow
+                chunk = chunk.cast(pa.float32())
             values = np.asarray(pc.fill_null(chunk, 0).to_numpy(zero_copy_only=False))
             bad = null | (~np.isfinite(values) if values.dtype.kind == "f" else False)
 
@@ -254,3 +275,14 @@ class ParquetReader:
             return f"column {column!r} " + ("holds an unknown category" if vocabulary is not None else "is not finite")
 
         return values, bad, reason
+
+
+def _values_of(column: Any) -> list[Any]:
+    """The column's cells; None for a null, and for what Python cannot hold: text that is no UTF-8, the year 10000."""
+    try:
+        return column.to_pylist()  # type: ignore[no-any-return]
+    except (ValueError, OverflowError):
+        if len(column) == 1:
+            return [None]
+        half = len(column) // 2
+        return _values_of(column.slice(0, half)) + _values_of(column.slice(half))

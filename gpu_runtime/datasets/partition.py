@@ -41,8 +41,16 @@ class ShardTask:
     index: int
     folder: str
     files: tuple[FileFingerprint, ...]
+    rows: int
     row_groups: tuple[int, int] | None = None
     reading: str = ""
+
+    @staticmethod
+    def from_plain(plain: Mapping[str, Any]) -> ShardTask:
+        """A task back from its JSON form."""
+        groups = plain["row_groups"] and tuple(plain["row_groups"])
+        files = tuple(FileFingerprint(**file) for file in plain["files"])
+        return ShardTask(**{**plain, "files": files, "row_groups": groups})
 
     @property
     def fingerprint(self) -> str:

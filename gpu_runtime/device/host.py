@@ -78,11 +78,12 @@ class HostStream:
     def launch(self, work: Callable[[], None]) -> None:
         self._put("launch", work)
 
-    def close(self) -> None:
-        """Finish what is queued, then end the thread."""
+    def close(self, wait: bool = True) -> None:
+        """Finish what is queued, then end the thread; without `wait`, leave it to end when it can."""
         if self._thread is not None:
             self._work.put(None)
-            self._thread.join()
+            if wait:
+                self._thread.join()
             self._thread = None
 
     def _run(self) -> None:

@@ -62,7 +62,8 @@ class Stream(Protocol):
     def launch(self, work: Callable[[], None]) -> None:
         """Queue `work` (host and simulated devices; a CUDA stream takes kernels instead)."""
 
-    def close(self) -> None: ...
+    def close(self, wait: bool = True) -> None:
+        """Finish what is queued; without `wait`, give up on it: something in it hangs."""
 
 
 class Device(Protocol):

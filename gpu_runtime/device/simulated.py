@@ -55,7 +55,7 @@ class SimulatedStream:
     def launch(self, work: Callable[[], None]) -> None:
         self._pending.append(("launch", work))
 
-    def close(self) -> None:
+    def close(self, wait: bool = True) -> None:
         self._pending.clear()
 
     def _run_until(self, target: SimulatedEvent) -> None:

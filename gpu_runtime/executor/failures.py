@@ -1,26 +1,39 @@
-"""What a failing batch is worth: find the rows that cannot be scored, keep the rest."""
+"""The failure ladder: what a batch that cannot be scored as it is comes to.
+
+    out of memory        → halve the batch, and keep to the smaller size from then on
+    any other exception  → halve the rows down to those that fail alone; they are quarantined, the rest is kept
+    a value that would poison the device, or that no engine could have meant → its row is quarantined
+
+Nobody else decides these things: the executor calls what is here.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from gpu_runtime.datasets.partition import RowFailure
-from gpu_runtime.errors import DeviceError
+from gpu_runtime.errors import DeviceError, InferenceError
+from gpu_runtime.specs import TensorSpec
 
 _OUT_OF_MEMORY = (
     "out of memory",
     "out_of_memory",  # CUDA_ERROR_OUT_OF_MEMORY
+    "outofmemory",  # TensorRT
     "cudaerrormemoryallocation",
     "alloc_failed",  # CUBLAS_STATUS_ALLOC_FAILED, CUDNN_STATUS_ALLOC_FAILED
     "allocation_failed",  # CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED
     "failed to allocate memory",  # ONNX Runtime
+    "memory allocation failed",
     "smaller than requested bytes",  # ONNX Runtime's arena at its limit
     "bad_alloc",
     "bad allocation",
     "cannot allocate memory",
+    "could not allocate memory",  # OpenVINO
     "can't allocate memory",  # PyTorch on a CPU
 )
 
@@ -31,48 +44,127 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or any(phrase in text for phrase in _OUT_OF_MEMORY)
 
 
-def bisect_rows(
-    rows: Sequence[int], run: Callable[[Sequence[int]], None], error: BaseException, engine: str
-) -> list[RowFailure]:
-    """Halve a failed batch until each row either ran or stands alone as the cause.
+class BatchCeiling:
+    """How many rows fit on the device at once: the plan's batch, until the device has no room for it.
 
-    `run` scores the given rows and keeps their results, or raises. `error` is what the whole batch raised.
-    Out of memory, and a device that failed, are raised as `DeviceError`, whenever they show.
+    `lowered` is told each new ceiling, so that it outlives the run.
     """
-    if is_out_of_memory(error):
-        raise DeviceError(
-            "out of memory while running a batch",
-            stage="execute",
-            item=engine,
-            got=type(error).__name__,
-            next_step="choose a smaller batch: lower `max_batch` and materialize benchmark and serving_plan again",
-        ) from error
-    if isinstance(error, DeviceError):
-        raise error  # a lost device fails every row alike: none of them is the cause
-    if not rows:
-        return []
-    if len(rows) == 1:
-        return [RowFailure(rows[0], "engine", "the engine failed on this row", type(error).__name__)]
-    failures: list[RowFailure] = []
-    half = len(rows) // 2
-    for part in (rows[:half], rows[half:]):
-        try:
-            run(part)
-        except Exception as part_error:
-            failures += bisect_rows(part, run, part_error, engine)
-    return failures
+
+    def __init__(self, rows: int, lowered: Callable[[int], None]) -> None:
+        self.rows = rows
+        self._lowered = lowered
+
+    def halve(self, tried: int, engine: str, error: BaseException) -> None:
+        """The device had no room for `tried` rows. Raises `DeviceError` when not even one row fits."""
+        if tried <= 1:
+            raise DeviceError(
+                "out of memory while running a single row",
+                stage="execute",
+                item=engine,
+                got=type(error).__name__,
+                next_step="free memory on the device, or serve a smaller model; no row is to blame",
+            ) from error
+        if tried // 2 < self.rows:
+            self.rows = tried // 2
+            self._lowered(self.rows)
 
 
-def unusable_outputs(outputs: Mapping[str, npt.NDArray[np.generic]], rows: Sequence[int]) -> list[RowFailure]:
-    """Rows among `rows` with a NaN or infinity in any float output (`[batch, *shape]`)."""
+@dataclass(frozen=True)
+class Rescue:
+    """Gets what can be had of rows that failed together.
+
+    `run` does the given rows and keeps their results, or raises. `by` names what fails, for reasons; `item` what it
+    belongs to, for errors. With a `ceiling`, `run` is never given more rows than that; without one, out of memory
+    ends the run. `between_parts` is called before each `run`.
+    """
+
+    run: Callable[[Sequence[int]], None]
+    stage: str
+    by: str
+    item: str
+    ceiling: BatchCeiling | None = None
+    between_parts: Callable[[], None] = lambda: None
+
+    def rows(self, rows: Sequence[int]) -> list[RowFailure]:
+        """Do `rows`, in parts that fit; returns those that fail alone."""
+        failures: list[RowFailure] = []
+        size = len(rows) if self.ceiling is None else self.ceiling.rows
+        while rows:
+            size = size if self.ceiling is None else self.ceiling.rows
+            part, rows = rows[:size], rows[size:]
+            self.between_parts()
+            try:
+                self.run(part)
+            except Exception as error:
+                failures += self.after(error, part, size)
+        return failures
+
+    def after(self, error: Exception, rows: Sequence[int], tried: int) -> list[RowFailure]:
+        """Do what can be done of `rows`, which raised `error` in a batch of `tried` rows, padding included.
+
+        A failed device and other errors of this package are raised as they are: no row is to blame for them.
+        """
+        if is_out_of_memory(error):
+            if self.ceiling is None:
+                raise DeviceError(
+                    "out of memory", stage=self.stage, item=self.item, next_step="free memory, and run again"
+                ) from error
+            self.ceiling.halve(tried, self.item, error)
+            return self.rows(rows)
+        if isinstance(error, InferenceError):
+            raise error
+        if len(rows) <= 1:
+            reason = f"the {self.by} failed on this row"
+            return [RowFailure(row, self.stage, reason, type(error).__name__) for row in rows]
+        half = len(rows) // 2
+        return self.rows(rows[:half]) + self.rows(rows[half:])
+
+
+def unusable_inputs(
+    specs: Sequence[TensorSpec], staging: Mapping[str, npt.NDArray[Any]], rows: Sequence[int]
+) -> list[RowFailure]:
+    """Rows among `rows` that must not reach a device, whatever their source let through.
+
+    One index outside its range ends a CUDA context for everybody. `staging` holds `[batch, *shape]`.
+    """
+    return _unusable("input", "ValueError", specs, staging, rows)
+
+
+def unusable_outputs(
+    specs: Sequence[TensorSpec], results: Mapping[str, npt.NDArray[Any]], rows: Sequence[int]
+) -> list[RowFailure]:
+    """Rows among `rows` whose results no engine can have meant: not finite, outside what the output can be, or
+    degenerate. `results` holds `[batch, *shape]`."""
+    return _unusable("output", "FloatingPointError", specs, results, rows)
+
+
+def _unusable(
+    role: str,
+    exception: str,
+    specs: Sequence[TensorSpec],
+    tensors: Mapping[str, npt.NDArray[Any]],
+    rows: Sequence[int],
+) -> list[RowFailure]:
+    """The first broken rule of each row."""
     failures: dict[int, RowFailure] = {}
-    for name, values in outputs.items():
-        if values.dtype.kind != "f":
-            continue
-        finite = np.isfinite(values.reshape(values.shape[0], -1)).all(axis=1)
-        for row in rows:
-            if not finite[row]:
-                failures.setdefault(
-                    row, RowFailure(row, "output", f"output {name!r} is not finite", "FloatingPointError")
-                )
+    for spec in specs:
+        values = tensors[spec.name]
+        for bad, reason in _rules(spec, values.reshape(values.shape[0], -1)):
+            for row in (row for row in rows if bad[row]) if bad.any() else ():
+                failures.setdefault(row, RowFailure(row, role, f"{role} {spec.name!r} {reason}", exception))
     return list(failures.values())
+
+
+def _rules(spec: TensorSpec, values: npt.NDArray[Any]) -> list[tuple[npt.NDArray[Any], str]]:
+    """For `[batch, elements]`: which rows break a rule of the tensor, and how; only rules that it has."""
+    rules: list[tuple[npt.NDArray[Any], str]] = []
+    if values.dtype.kind == "f":
+        rules.append((~np.isfinite(values).all(axis=1), "is not finite"))
+    with np.errstate(invalid="ignore"):
+        if spec.minimum is not None:
+            rules.append((np.any(values < spec.minimum, axis=1), f"is below its declared minimum {spec.minimum:g}"))
+        if spec.maximum is not None:
+            rules.append((np.any(values > spec.maximum, axis=1), f"is above its declared maximum {spec.maximum:g}"))
+        if spec.varies:
+            rules.append((np.all(values == values[:, :1], axis=1), "is degenerate: all its values are the same"))
+    return rules

@@ -7,21 +7,27 @@ the copy in, the copy out waits for compute, the writer waits for the copy out. 
 only after its write, and having a free slot is the only thing that lets a new batch in.
 
 Who does what: one thread takes free slots and hands the batch's pieces to the decode pool; one waits for
-each batch's pieces, in order, and queues its copies and its computation; the calling thread waits for each
-batch's results, in order, and writes them. The order out is the order in.
+each batch's pieces, in order, and queues its copies and its computation; one waits for each batch's
+results, in order, and writes them. The order out is the order in. The calling thread only watches, so that a
+signal or a stage that hangs is noticed whatever the others do.
 
 Failure contract:
   1. A row that a decoder cannot read leaves a hole, and is reported once with its batch; the batch goes on.
-  2. A batch that the engine fails on, while it is queued or while it runs, is bisected until single rows
-     fail; those are reported, the rest kept.
-     Out of memory is no row's fault, nor is an engine that fails on hundreds of rows in a row: the run ends with
-     `DeviceError`.
-  3. A row whose output is not finite is reported, not returned as scored.
-  4. A decoder that raises anything but a row's failure, a source that raises, or `write` that raises, ends
-     the run with that error. Batches already written stay written; no later batch is written.
-  5. When a run ends in any way, no thread of it and no piece of it is still working, and nothing on the
-     device still uses a slot's memory.
-  6. After a failed run the executor can be used again.
+     A decoder that raises is tried on fewer rows until single rows fail; those are reported.
+  2. A row that holds what must not reach a device (not finite, outside its declared range) leaves a hole, too.
+  3. A batch that the engine fails on, while it is queued or while it runs, is bisected until single rows
+     fail; those are reported, the rest kept. An engine that fails on hundreds of rows in a row is broken: the run
+     ends with `DeviceError`.
+  4. Out of memory is no row's fault: the batch is halved until it fits, and no later batch is larger. A single row
+     that does not fit ends the run with `DeviceError`.
+  5. A row whose output is not finite, or not one that the output can be, is reported, not returned as scored.
+  6. A source that raises, a decoder that raises an error of this package or has no memory, or `write` that
+     raises, ends the run with that error. Batches already written stay written; no later batch is written.
+  7. When a run ends, no thread of it and no piece of it is still working, and nothing on the device still uses
+     a slot's memory. After a failed run the executor can be used again.
+  8. A piece of work that takes longer than `stage_timeout_s` ends the run with `StalledError`, which names its
+     stage. An interrupt ends it as soon as the pieces of work in hand are done. If they are not done within
+     seconds they are left behind, on daemon threads, and the executor refuses to be used again.
 """
 
 from __future__ import annotations
@@ -40,16 +46,29 @@ import numpy.typing as npt
 
 from gpu_runtime.backends.protocol import Engine
 from gpu_runtime.datasets.decode import DecodePool
-from gpu_runtime.datasets.partition import RowFailure, ShardReader
+from gpu_runtime.datasets.partition import Piece, RowFailure, ShardReader
 from gpu_runtime.device.host import usable_cores
 from gpu_runtime.device.protocol import Device
-from gpu_runtime.errors import DeviceError
-from gpu_runtime.executor.failures import bisect_rows, unusable_outputs
+from gpu_runtime.errors import DeviceError, StalledError
+from gpu_runtime.executor.failures import (
+    BatchCeiling,
+    Rescue,
+    is_out_of_memory,
+    unusable_inputs,
+    unusable_outputs,
+)
 from gpu_runtime.executor.slots import Slot, allocate_slot
-from gpu_runtime.executor.stage_clock import RunStats, StageTime
+from gpu_runtime.executor.stage_clock import RunStats, StageClock, StageTime
+from gpu_runtime.faults import FaultPlan, around, no_faults
 
 _HOPELESS_ROWS = 256
 """After so many rows, in two batches or more of which not one row passed, it is the engine that is broken."""
+
+_HEARTBEAT_S = 1.0
+"""How often the calling thread looks up. A signal that comes just before it goes to sleep does not wake it."""
+
+_GRACE_S = 5.0
+"""How long a run that was interrupted, or that stalled, waits for the work in hand."""
 
 
 @dataclass(frozen=True)
@@ -80,11 +99,21 @@ class _Flight:
     slot: Slot
     pieces: list[Future[list[RowFailure]]]
     failures: list[RowFailure]
+    shape: int = 0  # rows that the engine is given, padding included
+    padding: int = 0
     dispatched_at: float = 0.0
-    refused: Exception | None = None  # what the engine raised while the batch was being queued
+    refused: BaseException | None = None  # what the engine raised while the batch was being queued
+
+    @property
+    def rows(self) -> Sequence[int]:
+        """Those that can still be scored."""
+        rows, lost = range(self.batch.stop - self.batch.start), {failure.row for failure in self.failures}
+        return [row for row in rows if row not in lost] if lost else rows
 
     def finish(self) -> None:
         """Wait until the batch's results are in its slot; raise what failed on the way."""
+        if isinstance(self.refused, _OversizedError):  # nothing was queued: the slot's event is an earlier batch's
+            raise self.refused
         self.slot.copied_out.synchronize()
         if self.refused is not None:
             raise self.refused
@@ -96,6 +125,9 @@ class StreamExecutor:
     `batch`: rows of the engine's shape. `slots`: batches on their way at once; more than the engine's streams,
     so that the next batch is decoded while every stream computes, and a multiple of them, because a slot
     keeps its stream and a stream with more slots than another would get more batches.
+    `stage_timeout_s`: the longest that one shard may take to open, one piece of a batch to be decoded, or one batch
+    to be computed or written.
+    `ceiling_lowered` is told how many rows fit, whenever the device had no room for more.
     """
 
     def __init__(
@@ -106,12 +138,18 @@ class StreamExecutor:
         batch: int,
         slots: int | None = None,
         decode_workers: int | None = None,
+        stage_timeout_s: float | None = None,
+        ceiling_lowered: Callable[[int], None] = lambda rows: None,
+        faults: FaultPlan = no_faults,
     ) -> None:
         if not 1 <= batch <= engine.file.max_batch:
             raise ValueError(f"batch must be 1 … {engine.file.max_batch} for {engine.file.key}, got {batch}")
         if slots is not None and slots < 1:
             raise ValueError(f"slots must be at least 1, got {slots}")
-        self.engine, self.device, self.batch = engine, device, batch
+        if stage_timeout_s is not None and stage_timeout_s <= 0:
+            raise ValueError(f"stage_timeout_s must be positive, got {stage_timeout_s}")
+        self.engine, self.device, self.stage_timeout_s, self.faults = engine, device, stage_timeout_s, faults
+        self.ceiling = BatchCeiling(batch, ceiling_lowered)
         streams = engine.options.streams
         self._copy_in, self._copy_out = device.stream(), device.stream()
         self._compute = [device.stream() for _ in range(streams)]
@@ -125,11 +163,19 @@ class StreamExecutor:
         # which has to be the same batch's.
         self._queueing = threading.Lock()
         self._in_use = threading.Lock()
+        self._closed = False
+        self._abandoned = False  # something of an earlier run still hangs in a slot
+
+    @property
+    def batch(self) -> int:
+        """Rows of the largest batch: as asked for, or as many as were found to fit."""
+        return self.ceiling.rows
 
     def close(self) -> None:
-        self._pool.close()
+        self._closed, wait = True, not self._abandoned
+        self._pool.close(wait)
         for stream in (self._copy_in, *self._compute, self._copy_out):
-            stream.close()
+            stream.close(wait)
 
     def __enter__(self) -> StreamExecutor:
         return self
@@ -139,40 +185,53 @@ class StreamExecutor:
 
     def batches(self, shard: int, reader: ShardReader) -> Iterator[Batch]:
         """A shard cut into batches; the last one may be short."""
-        for start in range(0, reader.rows, self.batch):
-            yield Batch(shard, reader, start, min(start + self.batch, reader.rows))
+        start = 0
+        while start < reader.rows:
+            stop = min(start + self.batch, reader.rows)
+            yield Batch(shard, reader, start, stop)
+            start = stop
 
     def run(self, batches: Iterable[Batch], write: Callable[[ScoredBatch], None]) -> RunStats:
-        """Score `batches` and hand each to `write`, on this thread and in order. See the failure contract."""
+        """Score `batches` and hand each to `write`, on one thread and in order. See the failure contract."""
         if not self._in_use.acquire(blocking=False):
             raise RuntimeError("this executor is running already: its slots serve one run at a time")
         try:
+            if self._abandoned:
+                raise DeviceError(
+                    "an earlier run left work behind that hangs", stage="execute", next_step="start a new process"
+                )
+            if self._closed:
+                raise RuntimeError("this executor is closed")
             return _Run(self, batches, write).execute()
         finally:
             self._in_use.release()
 
     def _queue(self, flight: _Flight) -> None:
-        """Queue copy in, computation and copy out of one slot."""
-        slot = flight.slot
+        """Queue copy in, computation and copy out of the first `flight.shape` rows of one slot."""
+        slot, rows = flight.slot, flight.shape
         flight.refused = None
         with self._queueing:
             for tensor in slot.inputs:
-                self.device.copy_in(tensor.staging, tensor.buffer, tensor.staging.nbytes, self._copy_in)
+                self.device.copy_in(tensor.staging, tensor.buffer, rows * tensor.spec.row_nbytes, self._copy_in)
             self._copy_in.record(slot.copied_in)
             slot.compute.wait(slot.copied_in)
             try:
-                slot.enqueue()
-            except Exception as error:  # the rest is queued all the same: events must cover what it had queued
+                slot.enqueue(self.device, rows)
+            except BaseException as error:  # the rest is queued all the same: events must cover what it had queued
                 flight.refused = error
             slot.compute.record(slot.computed)
             self._copy_out.wait(slot.computed)
             for tensor in slot.outputs:
-                self.device.copy_out(tensor.buffer, tensor.staging, tensor.staging.nbytes, self._copy_out)
+                self.device.copy_out(tensor.buffer, tensor.staging, rows * tensor.spec.row_nbytes, self._copy_out)
             self._copy_out.record(slot.copied_out)
 
 
-class _Stopped(Exception):
-    """The run is ending; a thread of it leaves its loop."""
+class _Stopped(BaseException):
+    """The run is ending; a thread of it leaves its loop. No `Exception`: no bisection may take it for a row's fault."""
+
+
+class _OversizedError(Exception):
+    """The batch was cut before the ceiling came down: it has to run in parts."""
 
 
 class _Run:
@@ -183,9 +242,10 @@ class _Run:
         self._free: queue.SimpleQueue[Slot | None] = queue.SimpleQueue()
         self._filling: queue.SimpleQueue[_Flight | BaseException | None] = queue.SimpleQueue()
         self._running: queue.SimpleQueue[_Flight | BaseException | None] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self._stop = threading.Event()
+        self._clock = StageClock()
         self._rows = self._count = self._padded = 0
-        self._wait_free_s = self._wait_decode_s = self._wait_compute_s = self._write_s = self._read_s = 0.0
         self._latencies_ms: list[float] = []
         self._most_pieces = 1
         self._hopeless = 0  # rows in a row that the engine failed on
@@ -198,27 +258,35 @@ class _Run:
         decode_before, compute_before = pool.busy_s, sum(s.busy_s for s in streams)
         wall, cpu = time.perf_counter(), time.process_time()
         threads = [
-            threading.Thread(target=self._guarded, args=(self._fill, self._filling), name="fill", daemon=True),
-            threading.Thread(target=self._guarded, args=(self._dispatch, self._running), name="dispatch", daemon=True),
+            threading.Thread(target=self._guarded, args=(body, out), name=name, daemon=True)
+            for name, body, out in (
+                ("fill", self._fill, self._filling),
+                ("dispatch", self._dispatch, self._running),
+                ("write", self._drain, self._ended),
+            )
         ]
+        settling = threading.Thread(target=self._settle, args=(threads,), name="settle", daemon=True)
+        patience = executor.stage_timeout_s
         try:
-            for thread in threads:
-                thread.start()
-            self._drain()
+            try:
+                for thread in (settling, *threads):
+                    thread.start()
+                failure = self._watch()
+            except BaseException:  # a stall, or whoever wants the run to end: Ctrl-C, Dagster's terminate
+                patience = _GRACE_S
+                raise
+            if failure is not None:
+                raise failure
         finally:
-            self._stop.set()
-            self._free.put(None)
-            for thread in threads:
-                if thread.ident is not None:  # None: it could not be started
-                    thread.join()
-            self._settle()
+            self._end(settling, patience)
         wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
         decoding = min(pool.workers, len(executor._slots) * self._most_pieces)  # workers that can have work
+        clock = self._clock
         busy = {
-            "read": (self._read_s, 0.0, 1),
-            "decode": (pool.busy_s - decode_before, self._wait_decode_s, decoding),
-            "compute": (sum(s.busy_s for s in streams) - compute_before, self._wait_compute_s, len(streams)),
-            "write": (self._write_s, self._wait_free_s, 1),
+            "read": (clock.seconds("read"), 0.0, 1),
+            "decode": (pool.busy_s - decode_before, clock.seconds("decode"), decoding),
+            "compute": (sum(s.busy_s for s in streams) - compute_before, clock.seconds("compute"), len(streams)),
+            "write": (clock.seconds("write"), clock.seconds("wait for a slot"), 1),
         }
         p50, p90, p99 = np.percentile(self._latencies_ms or [0.0], [50, 90, 99])
         return RunStats(
@@ -233,6 +301,40 @@ class _Run:
             latency_p90_ms=float(p90),
             latency_p99_ms=float(p99),
         )
+
+    def _watch(self) -> BaseException | None:
+        """Wait for the writer to end; returns what ended it early. Raises `StalledError` when a stage hangs."""
+        limit_s = self._executor.stage_timeout_s
+        while True:
+            stage, seconds = self._clock.longest()
+            if limit_s is not None and seconds >= limit_s:
+                raise StalledError(
+                    f"the {stage} stage hangs",
+                    stage=stage,
+                    item=self._executor.engine.file.key,
+                    expected=f"each piece of its work done within {limit_s:g} s",
+                    got=f"{seconds:.0f} s and no end",
+                    next_step="look at what it waits for (disk, network, device); finished shards are kept: run again",
+                )
+            try:
+                return self._ended.get(timeout=min(_HEARTBEAT_S, (limit_s or _HEARTBEAT_S) - seconds))
+            except queue.Empty:
+                continue  # the oldest piece of work may be as old as the limit by now
+
+    def _end(self, settling: threading.Thread, patience: float | None) -> None:
+        """Nothing of the run works any more once this returns, or the executor is marked as abandoned."""
+        self._executor._abandoned = True  # until the contrary is seen: a second interrupt may end this wait
+        self._stop.set()
+        self._free.put(None)
+        if settling.ident is not None:  # None: it could not be started, so nothing was
+            settling.join(patience)
+        self._executor._abandoned = settling.is_alive()
+
+    def _progress(self, stage: str) -> None:
+        """A piece of the stage's work is done: it does not hang, and the run may end here."""
+        self._clock.progress(stage)
+        if self._stop.is_set():
+            raise _Stopped
 
     def _guarded(self, body: Callable[[], None], out: queue.SimpleQueue[Any]) -> None:
         """Run a thread's loop; whatever ends it goes down the line, so that the calling thread hears of it."""
@@ -251,27 +353,27 @@ class _Run:
             self._fill_from(batches)
         finally:
             if isinstance(batches, Generator):
-                batches.close()  # here, not whenever it is collected: it may hold files and threads
+                with self._clock.at("read"):
+                    batches.close()  # here, not whenever it is collected: it may hold files and threads
 
     def _fill_from(self, batches: Iterator[Batch]) -> None:
         executor = self._executor
         while True:
-            started = time.perf_counter()
-            batch = next(batches, None)  # opens the next shard where one ends
-            self._read_s += time.perf_counter() - started
+            with self._clock.at("read"):
+                batch = next(batches, None)  # opens the next shard where one ends
             if batch is None:
                 return
-            started = time.perf_counter()
-            slot = self._free.get()
-            self._wait_free_s += time.perf_counter() - started
+            with self._clock.at("wait for a slot"):
+                slot = self._free.get()
             if slot is None or self._stop.is_set():
                 raise _Stopped
-            count = batch.stop - batch.start
-            rows = {name: array[:count] for name, array in slot.staging.items()}
+            executor.faults("before decode")
             pieces: list[Future[list[RowFailure]]] = []
             try:
-                for piece in batch.reader.pieces(batch.start, batch.stop, rows):
-                    pieces.append(executor._pool.submit(piece))
+                with self._clock.at("cut"):
+                    staging = _staging(slot, 0, batch.stop - batch.start)
+                    for piece in batch.reader.pieces(batch.start, batch.stop, staging):
+                        pieces.append(executor._pool.submit(piece))
             except BaseException:
                 _await_all(pieces)
                 raise
@@ -286,67 +388,118 @@ class _Run:
             if self._stop.is_set():
                 _await_all(flight.pieces)
                 continue
-            started = time.perf_counter()
+            with self._clock.at("decode"):
+                flight.failures += self._decoded(flight)
+            executor.faults("after decode")
+            flight.failures += unusable_inputs(executor.engine.file.inputs, flight.slot.staging, flight.rows)
+            flight.dispatched_at = time.perf_counter()
+            with self._clock.at("queue"), around(executor.faults, "enqueue"):
+                self._send(flight)
+            self._running.put(flight)
+
+    def _decoded(self, flight: _Flight) -> list[RowFailure]:
+        """Wait for the batch's pieces; if one of them raised, find the rows that make it raise."""
+        try:
             try:
-                flight.failures += [failure for piece in flight.pieces for failure in piece.result()]
+                found = self._results([piece.result for piece in flight.pieces])
             finally:
                 _await_all(flight.pieces)
-            self._wait_decode_s += time.perf_counter() - started
-            count = flight.batch.stop - flight.batch.start
-            flight.slot.fill_holes([failure.row for failure in flight.failures] + list(range(count, executor.batch)))
-            flight.dispatched_at = time.perf_counter()
-            executor._queue(flight)
-            self._running.put(flight)
+            return found
+        except Exception as error:
+            first_error = error
+        batch, failures = flight.batch, list[RowFailure]()
+
+        def decode(part: Sequence[int]) -> None:
+            start, stop = part[0], part[-1] + 1
+            staging = _staging(flight.slot, start, stop)
+            found = self._results(batch.reader.pieces(batch.start + start, batch.start + stop, staging))
+            failures.extend(RowFailure(start + one.row, one.stage, one.reason, one.exception) for one in found)
+
+        rows = range(batch.stop - batch.start)
+        decoder = Rescue(
+            decode, "decode", "decoder", f"shard {batch.shard}", between_parts=lambda: self._progress("decode")
+        )
+        return decoder.after(first_error, rows, len(rows)) + failures
+
+    def _results(self, pieces: Iterable[Piece]) -> list[RowFailure]:
+        failures: list[RowFailure] = []
+        for piece in pieces:
+            failures += piece()
+            self._progress("decode")
+        return failures
+
+    def _send(self, flight: _Flight) -> None:
+        """Fill the holes of the batch and queue it, unless it was cut before the ceiling came down."""
+        count, flight.shape = flight.batch.stop - flight.batch.start, self._executor.batch
+        if count > flight.shape:
+            flight.refused = _OversizedError()
+            return
+        flight.padding = flight.shape - count
+        flight.slot.fill_holes([failure.row for failure in flight.failures] + list(range(count, flight.shape)))
+        self._executor._queue(flight)
 
     def _drain(self) -> None:
         executor = self._executor
         while (flight := self._running.get()) is not None:
             if isinstance(flight, BaseException):
                 raise flight
-            started = time.perf_counter()
-            count = flight.batch.stop - flight.batch.start
-            missing = {failure.row for failure in flight.failures}
-            rows = [row for row in range(count) if row not in missing]
-            results = flight.slot.results
-            try:
-                flight.finish()
-            except Exception as error:
-                results = self._rescue(flight, rows, error)
-            else:
-                self._hopeless = 0
-            ready = time.perf_counter()
-            self._wait_compute_s += ready - started
-            self._latencies_ms.append((ready - flight.dispatched_at) * 1e3)
-            lost = {failure.row for failure in flight.failures}
-            flight.failures += unusable_outputs(results, [row for row in rows if row not in lost])
+            if self._stop.is_set():
+                continue
+            count, results = flight.batch.stop - flight.batch.start, flight.slot.results
+            with self._clock.at("compute"):
+                try:
+                    flight.finish()
+                except Exception as error:
+                    results = self._rescue(flight, error)
+                else:
+                    self._hopeless = 0
+            self._latencies_ms.append((time.perf_counter() - flight.dispatched_at) * 1e3)
+            flight.failures += unusable_outputs(executor.engine.file.outputs, results, flight.rows)
             first = {failure.row: failure for failure in reversed(flight.failures)}  # each row is reported once
             failures = [first[row] for row in sorted(first)]
             outputs = {name: values[:count] for name, values in results.items()}
-            self._write(ScoredBatch(flight.batch, outputs, failures))
-            self._write_s += time.perf_counter() - ready
+            if self._stop.is_set():  # it may have been waited for in vain: nobody expects this batch any more
+                raise _Stopped
+            with self._clock.at("write"):
+                self._write(ScoredBatch(flight.batch, outputs, failures))
             self._rows, self._count = self._rows + count, self._count + 1
-            self._padded += executor.batch - count
+            self._padded += flight.padding
             for tensor in (*flight.slot.inputs, *flight.slot.outputs):
                 executor.device.retire(tensor.staging, tensor.buffer)
             self._free.put(flight.slot)
 
-    def _rescue(self, flight: _Flight, rows: list[int], error: Exception) -> dict[str, npt.NDArray[Any]]:
+    def _rescue(self, flight: _Flight, error: Exception) -> dict[str, npt.NDArray[Any]]:
         """Score what can be scored of a batch that failed as a whole; its failures are added to the flight."""
-        slot, executor = flight.slot, self._executor
+        slot, executor, rows, tried = flight.slot, self._executor, flight.rows, flight.shape
         inputs = {tensor.spec.name: tensor.rows.copy() for tensor in slot.inputs}
         kept = {tensor.spec.name: np.zeros_like(tensor.rows) for tensor in slot.outputs}
+        flight.padding = 0
 
         def run(part: Sequence[int]) -> None:
-            chosen = set(part)
+            count, flight.shape = len(part), executor.batch
             for tensor in slot.inputs:
-                tensor.rows[:] = inputs[tensor.spec.name]
-            slot.fill_holes([row for row in range(executor.batch) if row not in chosen])
+                tensor.rows[:count] = inputs[tensor.spec.name][list(part)]
+            slot.fill_holes(range(count, flight.shape))
             executor._queue(flight)
             flight.finish()
             for tensor in slot.outputs:
-                kept[tensor.spec.name][list(part)] = tensor.rows[list(part)]
+                kept[tensor.spec.name][list(part)] = tensor.rows[:count]
+            flight.padding += flight.shape - count
 
-        failures = bisect_rows(rows, run, error, executor.engine.file.key)
+        engine = Rescue(
+            run,
+            "engine",
+            "engine",
+            executor.engine.file.key,
+            executor.ceiling,
+            between_parts=lambda: self._progress("compute"),
+        )
+        if is_out_of_memory(error):
+            for other in executor._slots:  # their memory comes free first: it may be all that was missing
+                with contextlib.suppress(Exception):  # that batch's own turn will tell
+                    other.copied_out.synchronize()
+        oversized = isinstance(error, _OversizedError)
+        failures = engine.rows(rows) if oversized else engine.after(error, rows, tried)
         flight.failures += failures
         earlier, self._hopeless = self._hopeless, self._hopeless + len(rows) if len(failures) == len(rows) else 0
         if earlier and self._hopeless >= _HOPELESS_ROWS:
@@ -359,8 +512,13 @@ class _Run:
             ) from error
         return kept
 
-    def _settle(self) -> None:
-        """Wait until no piece and nothing on the device uses a slot; failures there no longer matter."""
+    def _settle(self, threads: list[threading.Thread]) -> None:
+        """A thread of its own, so that its waits can be given up: once the run ends, wait until no thread, no piece
+        and nothing on the device uses a slot. Failures there no longer matter."""
+        self._stop.wait()
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()
         while not self._filling.empty():
             flight = self._filling.get()
             if isinstance(flight, _Flight):
@@ -369,6 +527,11 @@ class _Run:
             for event in (slot.copied_in, slot.computed, slot.copied_out):
                 with contextlib.suppress(BaseException):  # an engine may fail with any; the next is awaited too
                     event.synchronize()
+
+
+def _staging(slot: Slot, start: int, stop: int) -> dict[str, npt.NDArray[Any]]:
+    """The slot's input rows `start … stop`, for a decoder to fill."""
+    return {name: rows[start:stop] for name, rows in slot.staging.items()}
 
 
 def _await_all(pieces: list[Future[list[RowFailure]]]) -> None:

@@ -23,7 +23,7 @@ class TensorSlot:
     staging: HostArray
     buffer: Buffer
     rows: npt.NDArray[Any]  # the staging memory as [batch, *shape]
-    array: Array  # the device memory as [batch, *shape]
+    arrays: dict[int, Array]  # rows → the device memory as [rows, *shape], for each batch shape used so far
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,13 @@ class Slot:
         """Output name → `[batch, *shape]`; valid from `copied_out` until the slot is freed."""
         return {tensor.spec.name: tensor.rows for tensor in self.outputs}
 
-    def enqueue(self) -> None:
-        """Queue the computation of the whole slot on its compute stream."""
-        inputs = {tensor.spec.name: tensor.array for tensor in self.inputs}
-        outputs = {tensor.spec.name: tensor.array for tensor in self.outputs}
+    def enqueue(self, device: Device, rows: int) -> None:
+        """Queue the computation of the slot's first `rows` rows on its compute stream."""
+        for tensor in (*self.inputs, *self.outputs):
+            if rows not in tensor.arrays:
+                tensor.arrays[rows] = device.view(tensor.buffer, tensor.spec.dtype, tensor.spec.batch_shape(rows))
+        inputs = {tensor.spec.name: tensor.arrays[rows] for tensor in self.inputs}
+        outputs = {tensor.spec.name: tensor.arrays[rows] for tensor in self.outputs}
         self.context.enqueue(inputs, outputs, self.compute)
 
     def fill_holes(self, rows: Sequence[int]) -> None:
@@ -65,11 +68,10 @@ def allocate_slot(file: EngineFile, device: Device, batch: int, context: Context
     def tensors(specs: tuple[TensorSpec, ...]) -> tuple[TensorSlot, ...]:
         made = []
         for spec in specs:
-            shape = spec.batch_shape(batch)
             staging = device.pinned(batch * spec.row_nbytes)
             buffer = device.empty(staging)
-            rows = typed_view(staging, spec.dtype, shape)
-            made.append(TensorSlot(spec, staging, buffer, rows, device.view(buffer, spec.dtype, shape)))
+            rows = typed_view(staging, spec.dtype, spec.batch_shape(batch))
+            made.append(TensorSlot(spec, staging, buffer, rows, {}))
         return tuple(made)
 
     return Slot(

@@ -1,8 +1,10 @@
-"""How long each stage of a run worked and waited; names the stage that held the run back."""
+"""How long each stage of a run worked and waited; names the stage that held the run back, or that hangs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 _RELIEF: dict[str, str] = {
@@ -11,6 +13,46 @@ _RELIEF: dict[str, str] = {
     "compute": "a faster precision or backend, a larger batch, more streams, or another device",
     "write": "fewer or narrower output columns, or a faster disk",
 }
+
+_STAGE_OF = {
+    "read": "read",
+    "cut": "read",
+    "decode": "decode",
+    "queue": "compute",
+    "compute": "compute",
+    "write": "write",
+}
+"""Activity → the stage that hangs when it does not end. Waiting for a slot is no stage's work."""
+
+
+class StageClock:
+    """What the threads of a run spend their time on. Each activity belongs to one thread; any may read."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._since: dict[str, float] = {}
+
+    def seconds(self, activity: str) -> float:
+        return self._seconds.get(activity, 0.0)
+
+    @contextmanager
+    def at(self, activity: str) -> Iterator[None]:
+        started = self._since[activity] = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._since.pop(activity, None)
+            self._seconds[activity] = self.seconds(activity) + time.perf_counter() - started
+
+    def progress(self, activity: str) -> None:
+        """A part of the work in hand is done: it does not hang."""
+        self._since[activity] = time.perf_counter()
+
+    def longest(self) -> tuple[str, float]:
+        """The stage that has been at its present piece of work for longest, and for how many seconds."""
+        now = time.perf_counter()
+        under_way = [(_STAGE_OF[what], now - since) for what, since in self._since.copy().items() if what in _STAGE_OF]
+        return max(under_way, key=lambda item: item[1], default=("none", 0.0))
 
 
 @dataclass(frozen=True)

@@ -290,8 +290,19 @@ def output_specs(run: Any, spec: ModelSpec) -> tuple[TensorSpec, ...]:
                 expected=f"[{rows}, …] for a batch of {rows}",
                 got=str(value.shape),
             )
-        found.append(TensorSpec(name, str(value.dtype), value.shape[1:]))  # type: ignore[arg-type]
+        bounds = _bounds(spec, name)
+        found.append(TensorSpec(name, str(value.dtype), value.shape[1:], *bounds))  # type: ignore[arg-type]
     return tuple(found)
+
+
+def _bounds(spec: ModelSpec, output: str) -> tuple[float | None, float | None, bool]:
+    """What the output can be: its minimum, its maximum, and whether a row of equal values is degenerate."""
+    if spec.top_k is None:
+        return (*spec.output_ranges.get(output, (None, None)), False)
+    if output == "top_index":
+        return 0, None, False
+    # The sum of rounded probabilities may pass 1. With fewer than three scores a tie can be meant.
+    return 0.0, 1.001, spec.top_k.k >= 3
 
 
 def bake(core: Path, target: Path, spec: ModelSpec) -> None:

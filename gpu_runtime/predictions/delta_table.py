@@ -6,96 +6,120 @@ action (`day/<day>` → number), which outlives log clean-up and compaction. Qua
 deltalake's own conflict checking lets two *first* publications of a partition both succeed (seen with 1.6.6).
 So commits never retry by themselves: on a conflict the day's publication is compared with the one read at
 the start. Changed means another run won; unchanged means another day was committed, and we try again.
+
+Each attempt that ever publishes, or is taken for dead, has a transaction entry of its own (`attempt/<id>` → the
+publication's number, or 0), made by the same commit. So an attempt has either published or can never publish, and
+whoever cleans up knows which. All files of a publication carry its attempt's id: what a dead attempt that never
+published left behind was never part of any version of the table.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
-import os
+import math
 import secrets
 import time
-import uuid
+import warnings
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from gpu_runtime.artifacts import file_digest
 from gpu_runtime.errors import PublicationConflictError, SpecError
+from gpu_runtime.faults import FaultPlan, around, no_faults
+from gpu_runtime.predictions.attempts import Attempt, DeadAttempt
 from gpu_runtime.predictions.quarantine import append_quarantine, on_day, quarantine_schema, read_quarantine
 from gpu_runtime.predictions.receipts import Receipt, ReceiptStore
-from gpu_runtime.specs import TensorSpec, digest_of
+from gpu_runtime.predictions.shard_file import PredictionSchema, Provenance, ShardWriter, shard_file
+from gpu_runtime.predictions.storage import COMMIT_TRIES, Folder, append_rows, delete_rows, open_table
+from gpu_runtime.specs import TensorSpec
 
-_ATTEMPTS = 20
-_ROWS_PER_GROUP = 65_536
+_TAKEN_FOR_DEAD = 0
+_COPIES_AT_ONCE = 8
 
 
 @dataclass(frozen=True)
-class PredictionSchema:
-    """The declared columns of a model's predictions.
+class DayRecord:
+    """What is written beside a day's publication: made by whom, of what, and how many rows.
 
-    Each output tensor becomes a column of its name (a list for a row of shape `[k]`). `class_names` maps an
-    index output to its names and adds a text column beside it.
+    `day_key` is the resume key of the whole day: a run that comes to the same key has nothing to score.
     """
 
-    outputs: tuple[TensorSpec, ...]
-    class_names: Mapping[str, tuple[str, ...]]
-
-    def fields(self) -> list[Any]:
-        """Arrow fields of a shard's file, in order; the partition column `date` is not in the file."""
-        import pyarrow as pa
-
-        fields = [
-            pa.field("row_key", pa.string()),
-            pa.field("source_file", pa.string()),
-            pa.field("source_position", pa.int64()),
-        ]
-        for spec in self.outputs:
-            value = pa.from_numpy_dtype(spec.numpy_dtype)
-            fields.append(pa.field(spec.name, value if not spec.shape else pa.list_(value)))
-            if spec.name in self.class_names:
-                fields.append(pa.field(label_column(spec.name), pa.list_(pa.string()) if spec.shape else pa.string()))
-        return [*fields, pa.field("engine_digest", pa.string()), pa.field("run_id", pa.string())]
-
-    def arrow(self) -> Any:
-        import pyarrow as pa
-
-        return pa.schema([pa.field("date", pa.date32()), *self.fields()])
-
-    @property
-    def digest(self) -> str:
-        return digest_of([[f.name, str(f.type)] for f in self.fields()] + [self.class_names])
+    day_key: str
+    provenance: Provenance
+    rows_in: int
+    scored: int
+    quarantined: int
+    report: Mapping[str, Any]
 
 
-def label_column(output: str) -> str:
-    """`top_index` → `top_label`."""
-    return output.removesuffix("_index") + "_label"
+@dataclass(frozen=True)
+class Publication:
+    """A day's publication in force."""
+
+    number: str
+    record: DayRecord
 
 
 class PredictionTable:
-    """One model's tables: `<root>/predictions`, `<root>/quarantine`, `<root>/runs`, and its receipts."""
+    """One model's tables, `predictions`, `quarantine` and `runs`, with its receipts and attempts beside them.
 
-    def __init__(self, root: Path | str) -> None:
-        self.root = Path(root)
-        self.predictions = self.root / "predictions"
-        self.quarantine = self.root / "quarantine"
-        self.runs = self.root / "runs"
-        self.receipts = ReceiptStore(self.root / "receipts", self.predictions)
+    `root` is a local folder or an object store's URI with its `options` (see `storage.Folder`). `lease_s`: a run
+    that gave no sign of life for so long is dead, and its leftovers are removed.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        options: Mapping[str, str] | None = None,
+        *,
+        lease_s: float = 600.0,
+        faults: FaultPlan = no_faults,
+    ) -> None:
+        self.root = Folder(root, options)
+        self.predictions = self.root.folder("predictions")
+        self.quarantine = self.root.folder("quarantine")
+        self.runs = self.root.folder("runs")
+        self.receipts = ReceiptStore(self.root.folder("receipts"), self.predictions)
+        self._attempts = self.root.folder("attempts")
+        self._lease_s, self._faults = lease_s, faults
+
+    def attempt(self, day: str, run_id: str) -> Attempt:
+        """This run's work on the day, from its first look at it until it is published."""
+        return Attempt(self._attempts, day, run_id, self._lease_s)
 
     def current_publication(self, day: str) -> str | None:
-        """The id of the day's publication in force; None for a day never published."""
-        from deltalake import DeltaTable
+        """The number of the day's publication in force; None for a day never published."""
+        table = open_table(self.predictions)
+        return None if table is None else _publication(table, day)
 
-        if not DeltaTable.is_deltatable(str(self.predictions)):
+    def published(self, day: str) -> Publication | None:
+        """The day's publication in force with its record; None for a day never published."""
+        number = self.current_publication(day)
+        if number is None:
             return None
-        return _publication(DeltaTable(self.predictions), day)
+        found = open_table(self.runs).to_pandas(filters=[on_day(day), ("publication", "=", number)])
+        if found.empty:  # somebody emptied the table of runs: nothing is known of the day, so it is scored again
+            return Publication(number, DayRecord("", Provenance("", "", ""), 0, 0, 0, {}))
+        row = found.iloc[0]
+        provenance = Provenance(row["model_digest"], row["engine_digest"], row["run_id"])
+        counts = (int(row["rows_in"]), int(row["scored"]), int(row["quarantined"]))
+        return Publication(number, DayRecord(row["day_key"], provenance, *counts, json.loads(row["report"])))
+
+    def days(self) -> Sequence[str]:
+        """Every published day, in order."""
+        table = open_table(self.predictions)
+        return [] if table is None else sorted({str(one["date"]) for one in table.partitions() if one["date"]})
 
     def create(self, schema: PredictionSchema) -> None:
         """Make the tables where they do not exist. Safe for many writers at once, before any of them commits."""
-        from deltalake import DeltaTable
+        from deltalake import CommitProperties, DeltaTable
         from deltalake.exceptions import DeltaError
 
         wanted = {
@@ -103,68 +127,107 @@ class PredictionTable:
             self.quarantine: quarantine_schema(),
             self.runs: _run_schema(),
         }
-        for path, fields in wanted.items():
-            for attempt in range(_ATTEMPTS):
-                if DeltaTable.is_deltatable(str(path)):
-                    break
-                try:
-                    DeltaTable.create(path, fields, mode="error", partition_by=["date"])
-                except DeltaError:  # somebody else is creating it: look again
-                    if attempt == _ATTEMPTS - 1:
-                        raise
+        for folder, fields in wanted.items():
+            if open_table(folder) is not None:
+                continue
+            try:
+                DeltaTable.create(
+                    folder.uri,
+                    fields,
+                    mode="error",
+                    partition_by=["date"],
+                    storage_options=folder.options,
+                    # A creation that retries puts its columns on top of a table that others already write to.
+                    commit_properties=CommitProperties(max_commit_retries=0),
+                )
+            except DeltaError:
+                if open_table(folder) is None:  # else somebody else created it
+                    raise
 
-    def shard_writer(self, schema: PredictionSchema, day: str, shard: int, engine_digest: str, run_id: str) -> Any:
-        return ShardWriter(self.predictions, schema, day, shard, engine_digest, run_id)
+    def shard_writer(
+        self, schema: PredictionSchema, shard: int, attempt: Attempt, provenance: Provenance
+    ) -> ShardWriter:
+        """For one shard's rows. Raises `PublicationConflictError` when the attempt was taken for dead."""
+        attempt.check()
+        return ShardWriter(self.predictions, schema, attempt.day, shard, attempt.id, provenance)
 
     def publish(
         self,
         schema: PredictionSchema,
-        day: str,
+        attempt: Attempt,
         receipts: Sequence[Receipt],
-        run_id: str,
-        report: Mapping[str, Any],
+        record: DayRecord,
         previous: str | None,
     ) -> str:
-        """Replace the day by the receipts' files, in one transaction; returns the publication id.
+        """Replace the day by the receipts' files, in one transaction; returns the publication's number.
 
-        `previous` is `current_publication(day)` as read before the first shard. Quarantined rows and the run
-        report are written first, under the new id; nobody counts them unless the day's commit names it.
-        Raises `PublicationConflictError` when another run published the day meanwhile. Columns that the table
-        lacks are added to it; one that it holds with another type raises `SpecError`.
+        `previous` is `current_publication(day)` as read before the first shard. Quarantined rows and the day's
+        record are written first, under the new number; nobody counts them unless the day's commit names it.
+        Raises `PublicationConflictError` when another run published the day meanwhile, or took this one for dead.
+        Columns that the table lacks are added to it; one that it holds with another type raises `SpecError`.
         """
-        from deltalake import CommitProperties, DeltaTable
+        self.create(schema)
+        day, publication = attempt.day, str(new_publication())
+        attempt.drew(publication)
+        table = open_table(self.predictions)
+        with ThreadPoolExecutor(_COPIES_AT_ONCE) as pool:
+            receipts = list(pool.map(partial(self._adopt, attempt), receipts))
+        files = [(one.file, one.nbytes, one.rows) for one in receipts]
+        rows = [row for receipt in receipts for row in receipt.quarantined]
+        with around(self._faults, "quarantine"):
+            if rows:
+                append_quarantine(self.quarantine, day, publication, record.provenance.run_id, rows)
+            self._append_record(day, publication, record)
+        files = files or [self._write_empty(schema, attempt)]
+        attempt.renew()
+        with around(self._faults, "commit"):
+            self._commit(table, schema, attempt, files, publication, record, previous)
+        return publication
+
+    def _adopt(self, attempt: Attempt, receipt: Receipt) -> Receipt:
+        """An earlier attempt's file under a name of this one's, and a receipt that says so. One commit may not both
+        add and remove a path; and the old file may be cleaned away or vacuumed at any time."""
+        own = shard_file(receipt.day, receipt.shard, attempt.id)
+        if receipt.file == own:
+            return receipt
+        try:
+            self.predictions.copy(receipt.file, own)
+        except FileNotFoundError:
+            raise PublicationConflictError(
+                "another run removed the file of a shard that was finished before",
+                stage="publish",
+                item=receipt.file,
+                next_step="run the day again; only such shards are scored anew",
+            ) from None
+        adopted = replace(receipt, file=own)
+        self.receipts.write(adopted)
+        return adopted
+
+    def _commit(
+        self,
+        table: Any,
+        schema: PredictionSchema,
+        attempt: Attempt,
+        files: Sequence[tuple[str, int, int]],
+        publication: str,
+        record: DayRecord,
+        previous: str | None,
+    ) -> None:
+        from deltalake import CommitProperties
         from deltalake.exceptions import CommitFailedError
         from deltalake.transaction import AddAction, RemoveAction, Transaction
 
-        self.create(schema)
-        table = DeltaTable(self.predictions)
-        active = _files(table, day)
-        files = [(receipt.file, receipt.rows) for receipt in receipts if receipt.rows]
-        rows = [row for receipt in receipts for row in receipt.quarantined]
-        if previous is not None and previous == _publication(table, day) and active == {file for file, _ in files}:
-            held = self.read_quarantine(day)
-            if sorted(zip(held["row_key"], held["reason"], strict=True)) == sorted((r.row_key, r.reason) for r in rows):
-                return previous  # the very files and the very quarantine that are published: nothing to replace
-        # One commit may not both add and remove a path, so a file that is active already comes in under a new name.
-        renewed = {file: self._renewed(file) for file, _ in files if file in active}
-        files = [(renewed.get(file, file), count) for file, count in files]
-        publication = str(new_publication())
-        if rows:
-            append_quarantine(self.quarantine, day, publication, run_id, rows)
-        self._append_run(day, publication, run_id, report)
-        files = files or [(self._write_empty(schema, day), 0)]
+        day, now_ms = attempt.day, int(time.time() * 1000)
         actions: list[AddAction | RemoveAction] = [
-            AddAction(
-                file,
-                (self.predictions / file).stat().st_size,
-                {"date": day},
-                int(time.time() * 1000),
-                True,
-                json.dumps({"numRecords": count}),
-            )
-            for file, count in files
+            AddAction(file, nbytes, {"date": day}, now_ms, True, json.dumps({"numRecords": rows}))
+            for file, nbytes, rows in files
         ]
-        for _ in range(_ATTEMPTS):
+        for _ in range(COMMIT_TRIES):
+            entered = table.transaction_version(_attempt_app(attempt.id))
+            if entered == int(publication):
+                return  # the commit before was stored, though it seemed to fail
+            if entered is not None:
+                raise attempt.taken_for_dead()
             if (found := _publication(table, day)) != previous:
                 raise PublicationConflictError(
                     "another run published the day meanwhile",
@@ -184,41 +247,144 @@ class PredictionTable:
                     commit_properties=CommitProperties(
                         custom_metadata={
                             "publication": publication,
-                            "run_id": run_id,
-                            "rows": str(sum(count for _, count in files)),
-                            "quarantined": str(len(rows)),
+                            "run_id": record.provenance.run_id,
+                            "rows": str(record.scored),
+                            "quarantined": str(record.quarantined),
                         },
-                        app_transactions=[Transaction(app_id=_app_id(day), version=int(publication))],
+                        app_transactions=[
+                            Transaction(app_id=_day_app(day), version=int(publication)),
+                            Transaction(app_id=_attempt_app(attempt.id), version=int(publication)),
+                        ],
                         max_commit_retries=0,
                     ),
                 )
-            except CommitFailedError:
-                table = DeltaTable(self.predictions)
+            except Exception as error:
+                table = open_table(self.predictions)
+                stored = table.transaction_version(_attempt_app(attempt.id)) is not None
+                if not stored and not isinstance(error, CommitFailedError):
+                    raise
             else:
-                for receipt in receipts:
-                    if receipt.file in renewed:  # the old name may be cleaned away from now on
-                        self.receipts.write(replace(receipt, file=renewed[receipt.file]))
-                return publication
+                return
         raise PublicationConflictError(
-            f"other days were committed {_ATTEMPTS} times while this one tried",
+            f"other days were committed {COMMIT_TRIES} times while this one tried",
             stage="publish",
             item=day,
             next_step="run the day again; its shards are kept",
         )
 
+    def clean_up(self, attempt: Attempt) -> Sequence[str]:
+        """Remove what dead runs left behind for this day; returns the names of the files removed.
+
+        That is files which no version of the table has named, and quarantined rows and records of publications
+        that were never committed. Superseded files stay for readers of older versions, until `vacuum`; files of runs
+        that live are never touched. The day is published already, so whatever goes wrong here is a warning: what is
+        left is removed by the next run.
+        """
+        removed: list[str] = []
+        with around(self._faults, "clean-up"):
+            try:
+                self._remove_leftovers(attempt, removed)
+            except Exception as error:
+                warnings.warn(
+                    f"{attempt.day}: leftovers of dead runs stay until the next run ({type(error).__name__})",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+        return removed
+
+    def _remove_leftovers(self, attempt: Attempt, removed: list[str]) -> None:
+        dead = attempt.dead_ones()
+        if not dead:
+            return
+        table = self._enter_as_dead(dead)
+        published = {one.id: table.transaction_version(_attempt_app(one.id)) for one in dead}
+        for one in dead:
+            if published[one.id] == _TAKEN_FOR_DEAD:
+                removed += self.predictions.sweep(f"date={attempt.day}", one.id)
+        lost = [f"'{number}'" for one in dead for number in one.publications if int(number) != published[one.id]]
+        if lost:
+            for rows in (self.quarantine, self.runs):
+                delete_rows(rows, f"date = '{attempt.day}' AND publication IN ({', '.join(lost)})")
+        for one in dead:
+            attempt.forget(one)
+
+    def _enter_as_dead(self, dead: Sequence[DeadAttempt]) -> Any:
+        """The table as it is once each of the attempts has an entry. From then on none of them can publish: one that
+        only slept finds the entry, for no commit is made on a version older than it."""
+        from deltalake import CommitProperties
+        from deltalake.exceptions import CommitFailedError
+        from deltalake.transaction import Transaction
+
+        for _ in range(COMMIT_TRIES):
+            table = open_table(self.predictions)
+            apps = [
+                app for app in map(_attempt_app, (one.id for one in dead)) if table.transaction_version(app) is None
+            ]
+            if not apps:
+                return table
+            with contextlib.suppress(CommitFailedError):
+                table.create_write_transaction(
+                    [],
+                    mode="append",
+                    schema=table.schema(),
+                    partition_by=["date"],
+                    commit_properties=CommitProperties(
+                        app_transactions=[Transaction(app_id=app, version=_TAKEN_FOR_DEAD) for app in apps],
+                        max_commit_retries=0,
+                    ),
+                )
+        raise PublicationConflictError(
+            f"others committed {COMMIT_TRIES} times meanwhile",
+            stage="clean-up",
+            next_step="nothing: the next run cleans up",
+        )
+
+    def vacuum(self, retention_hours: int = 168) -> Sequence[str]:
+        """Remove files that the tables have not used for so long, superseded days among them; returns their names,
+        relative to the root.
+
+        Readers of versions older than that end with an error. A run must not last longer than that.
+        """
+        removed: list[str] = []
+        for folder in (self.predictions, self.quarantine, self.runs):
+            table = open_table(folder)
+            if table is not None:
+                gone = table.vacuum(retention_hours, dry_run=False, enforce_retention_duration=False, full=True)
+                removed += [f"{folder.uri.removeprefix(self.root.uri + '/')}/{name}" for name in gone]
+        return removed + list(self.root.sweep_unfinished(retention_hours * 3600))
+
     def read_day(self, day: str) -> Any:
         """The day's predictions as a pandas frame."""
-        from deltalake import DeltaTable
+        return open_table(self.predictions).to_pandas(filters=[on_day(day)])
 
-        return DeltaTable(self.predictions).to_pandas(filters=[on_day(day)])
+    def sample_outputs(
+        self, day: str, outputs: Sequence[TensorSpec], rows: int
+    ) -> tuple[dict[str, Any], dict[str, int]]:
+        """About `rows` of the day's published rows, evenly spread: output → `[n, *shape]`; and, for each float
+        output, how many of all rows hold a value that is not finite. Reads batch by batch."""
+        names = [spec.name for spec in outputs]
+        dataset = open_table(self.predictions).to_pyarrow_dataset(file_pruning_predicate=[("date", "=", day)])
+        kept: dict[str, list[Any]] = {name: [] for name in names}
+        non_finite = {spec.name: 0 for spec in outputs if spec.numpy_dtype.kind == "f"}
+        step, seen = max(1, dataset.count_rows() // max(1, rows)), 0
+        for batch in dataset.to_batches(columns=names):
+            for spec in outputs:
+                column = batch.column(spec.name)
+                if column.null_count:
+                    continue  # the day was published before the model had this output
+                flat = (column.flatten() if spec.shape else column).to_numpy(zero_copy_only=False)
+                values = flat.reshape(batch.num_rows, math.prod(spec.shape))
+                if spec.name in non_finite:
+                    non_finite[spec.name] += int((~np.isfinite(values).all(axis=1)).sum())
+                kept[spec.name].append(values[-seen % step :: step])
+            seen += batch.num_rows
+        return {name: np.concatenate(parts) if parts else np.empty((0, 1)) for name, parts in kept.items()}, non_finite
 
     def count_day(self, day: str) -> tuple[int, int]:
         """Rows in the day's published files, and rows its publication has in quarantine: counted, not recalled."""
-        import pyarrow.parquet as pq
-        from deltalake import DeltaTable
-
-        uris = DeltaTable(self.predictions).file_uris(file_pruning_predicate=[("date", "=", day)])
-        return sum(pq.read_metadata(uri).num_rows for uri in uris), len(self.read_quarantine(day))
+        table = open_table(self.predictions)  # one version for both: another run may replace the day at any time
+        files = table.to_pyarrow_dataset(file_pruning_predicate=[("date", "=", day)])
+        return files.count_rows(), len(read_quarantine(self.quarantine, day, _publication(table, day) or ""))
 
     def read_quarantine(self, day: str) -> Any:
         """The rows quarantined by the day's publication in force, as a pandas frame."""
@@ -226,45 +392,48 @@ class PredictionTable:
 
     def read_run(self, day: str) -> Mapping[str, Any] | None:
         """The run report of the day's publication in force."""
-        from deltalake import DeltaTable
+        published = self.published(day)
+        return None if published is None else published.record.report
 
-        publication = self.current_publication(day)
-        if publication is None:
-            return None
-        found = DeltaTable(self.runs).to_pandas(filters=[on_day(day), ("publication", "=", publication)])
-        report: Mapping[str, Any] = json.loads(found["report"].iloc[0])
-        return report
-
-    def _append_run(self, day: str, publication: str, run_id: str, report: Mapping[str, Any]) -> None:
+    def _append_record(self, day: str, publication: str, record: DayRecord) -> None:
         import pyarrow as pa
-        from deltalake import write_deltalake
 
-        row = [[datetime.date.fromisoformat(day)], [publication], [run_id], [json.dumps(report)]]
-        write_deltalake(self.runs, pa.table(row, schema=_run_schema()), mode="append", partition_by=["date"])
+        row = {
+            "date": datetime.date.fromisoformat(day),
+            "publication": publication,
+            "day_key": record.day_key,
+            **vars(record.provenance),
+            "rows_in": record.rows_in,
+            "scored": record.scored,
+            "quarantined": record.quarantined,
+            "report": json.dumps(record.report),
+        }
+        rows = pa.Table.from_pylist([row], schema=_run_schema())
+        append_rows(self.runs, rows, [on_day(day), ("publication", "=", publication)])
 
-    def _write_empty(self, schema: PredictionSchema, day: str) -> str:
+    def _write_empty(self, schema: PredictionSchema, attempt: Attempt) -> tuple[str, int, int]:
         """A typed file without rows: a day without rows is a partition all the same."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        name = f"date={day}/empty-{uuid.uuid4().hex}.parquet"
-        path = self.predictions / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        pq.write_table(pa.schema(schema.fields()).empty_table(), path)
-        return name
-
-    def _renewed(self, file: str) -> str:
-        """The same bytes under another name, in the same folder."""
-        renewed = f"{file.rpartition('-')[0]}-{uuid.uuid4().hex}.parquet"
-        os.link(self.predictions / file, self.predictions / renewed)
-        return renewed
+        name = f"date={attempt.day}/empty-{attempt.id}.parquet"
+        file = self.predictions.writer(name)
+        pq.write_table(pa.schema(schema.fields()).empty_table(), file)
+        return name, file.commit()[0], 0
 
 
 def _run_schema() -> Any:
     import pyarrow as pa
 
-    text = ("publication", "run_id", "report")
-    return pa.schema([pa.field("date", pa.date32()), *(pa.field(name, pa.string()) for name in text)])
+    text = ("publication", "day_key", "model_digest", "engine_digest", "run_id")
+    return pa.schema(
+        [
+            pa.field("date", pa.date32()),
+            *(pa.field(name, pa.string()) for name in text),
+            *(pa.field(name, pa.int64()) for name in ("rows_in", "scored", "quarantined")),
+            pa.field("report", pa.string()),
+        ]
+    )
 
 
 def new_publication() -> int:
@@ -272,19 +441,17 @@ def new_publication() -> int:
     return (time.time_ns() >> 16 << 16) | secrets.randbits(16)
 
 
-def _app_id(day: str) -> str:
+def _day_app(day: str) -> str:
     return f"day/{day}"
 
 
+def _attempt_app(attempt: str) -> str:
+    return f"attempt/{attempt}"
+
+
 def _publication(table: Any, day: str) -> str | None:
-    version = table.transaction_version(_app_id(day))
+    version = table.transaction_version(_day_app(day))
     return None if version is None else str(version)
-
-
-def _files(table: Any, day: str) -> set[str]:
-    """The day's data files as the table holds them now, relative to it; an empty day's file does not count."""
-    uris = table.file_uris(file_pruning_predicate=[("date", "=", day)])
-    return {f"date={day}/{Path(uri).name}" for uri in uris if not Path(uri).name.startswith("empty-")}
 
 
 def _widened(table: Any, schema: PredictionSchema, day: str) -> Any:
@@ -305,98 +472,3 @@ def _widened(table: Any, schema: PredictionSchema, day: str) -> Any:
         )
     added = [field for field in declared if field.name not in held]
     return Schema([*table.schema().fields, *added]) if added else table.schema()
-
-
-class ShardWriter:
-    """Collects one shard's scored rows and writes them as one Parquet file, then its receipt's facts.
-
-    The file's name carries an attempt id, so a dead run's file is never mistaken for this one's.
-    """
-
-    def __init__(
-        self, table: Path, schema: PredictionSchema, day: str, shard: int, engine_digest: str, run_id: str
-    ) -> None:
-        self._table, self._schema = table, schema
-        self._engine_digest, self._run_id = engine_digest, run_id
-        self.file = f"date={day}/part-{shard:06}-{uuid.uuid4().hex}.parquet"
-        self.rows = 0
-        self._writer: Any = None
-        self._pending: list[Any] = []
-        self._pending_rows = 0
-
-    def append(
-        self, keys: Sequence[str], files: Sequence[str], positions: Sequence[int], outputs: Mapping[str, Any]
-    ) -> None:
-        """Add rows; `outputs` (`[n, *shape]`) are copied."""
-        import pyarrow as pa
-
-        count = len(keys)
-        arrays: list[Any] = [
-            pa.array(keys, pa.string()),
-            pa.array(files, pa.string()),
-            pa.array(positions, pa.int64()),
-        ]
-        for spec in self._schema.outputs:
-            values = np.array(outputs[spec.name], spec.numpy_dtype, copy=True)
-            arrays.append(_column(values, pa.array(values.ravel())))
-            names = self._schema.class_names.get(spec.name)
-            if names is not None:
-                _check_names(spec, values, names)
-                arrays.append(_column(values, pa.array(np.asarray(names, object)[values.ravel()], pa.string())))
-        arrays += [pa.array([self._engine_digest] * count), pa.array([self._run_id] * count)]
-        self._pending.append(pa.RecordBatch.from_arrays(arrays, schema=pa.schema(self._schema.fields())))
-        self._pending_rows += count
-        self.rows += count
-        if self._pending_rows >= _ROWS_PER_GROUP:
-            self._flush()
-
-    def abandon(self) -> None:
-        """Close and remove a file that will not be finished."""
-        if self._writer is not None:
-            self._writer.close()
-        (self._table / self.file).unlink(missing_ok=True)
-
-    def finish(self) -> tuple[int, str]:
-        """Complete the file on disk; returns its size and SHA-256."""
-        self._flush()
-        self._writer.close()
-        path = self._table / self.file
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-        return path.stat().st_size, file_digest(path)
-
-    def _flush(self) -> None:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        schema = pa.schema(self._schema.fields())
-        if self._writer is None:
-            path = self._table / self.file
-            path.parent.mkdir(parents=True, exist_ok=True)
-            # Scores hardly ever repeat: a dictionary would only cost time. Keys of a run always do.
-            self._writer = pq.ParquetWriter(path, schema, use_dictionary=["source_file", "engine_digest", "run_id"])
-        if self._pending:
-            self._writer.write_table(pa.Table.from_batches(self._pending, schema))
-        self._pending, self._pending_rows = [], 0
-
-
-def _check_names(spec: TensorSpec, values: Any, names: Sequence[str]) -> None:
-    if values.size and not 0 <= values.min() <= values.max() < len(names):
-        raise SpecError(
-            "an output is no position in its class names",
-            stage="publish",
-            item=spec.name,
-            expected=f"0 … {len(names) - 1}",
-            got=f"{values.min()} … {values.max()}",
-            next_step="give `class_names` a file with one line for each class",
-        )
-
-
-def _column(values: Any, flat: Any) -> Any:
-    """`flat` as it is for scalar rows, as lists of k for rows `[k]`."""
-    import pyarrow as pa
-
-    if values.ndim == 1:
-        return flat
-    count, width = values.shape[0], int(np.prod(values.shape[1:]))
-    return pa.ListArray.from_arrays(pa.array(np.arange(count + 1, dtype=np.int32) * width), flat)

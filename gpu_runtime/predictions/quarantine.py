@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from gpu_runtime.predictions.receipts import QuarantinedRow
+from gpu_runtime.predictions.storage import Folder, append_rows, open_table
 
 _FIELDS = ("row_key", "source_file", "source_position", "stage", "reason", "exception")
 
 
-def append_quarantine(uri: Path, day: str, publication: str, run_id: str, rows: Sequence[QuarantinedRow]) -> None:
+def append_quarantine(table: Folder, day: str, publication: str, run_id: str, rows: Sequence[QuarantinedRow]) -> None:
     """Add the rows under a publication id; they count once a day's publication of that id is committed."""
     import pyarrow as pa
-    from deltalake import write_deltalake
 
     columns: dict[str, Any] = {name: [getattr(row, name) for row in rows] for name in _FIELDS}
     shared = {"date": datetime.date.fromisoformat(day), "publication": publication, "run_id": run_id}
     columns |= {name: [value] * len(rows) for name, value in shared.items()}
-    write_deltalake(uri, pa.table(columns, schema=quarantine_schema()), mode="append", partition_by=["date"])
+    data = pa.table(columns, schema=quarantine_schema())
+    append_rows(table, data, [on_day(day), ("publication", "=", publication)])
 
 
 def quarantine_schema() -> Any:
@@ -37,14 +37,14 @@ def quarantine_schema() -> Any:
     )
 
 
-def read_quarantine(uri: Path, day: str, publication: str) -> Any:
+def read_quarantine(table: Folder, day: str, publication: str) -> Any:
     """The rows of one publication, as a pandas frame."""
     import pandas as pd
-    from deltalake import DeltaTable
 
-    if not DeltaTable.is_deltatable(str(uri)):
+    opened = open_table(table)
+    if opened is None:
         return pd.DataFrame(columns=["date", "publication", *_FIELDS])
-    return DeltaTable(uri).to_pandas(filters=[on_day(day), ("publication", "=", publication)])
+    return opened.to_pandas(filters=[on_day(day), ("publication", "=", publication)])
 
 
 def on_day(day: str) -> tuple[str, str, datetime.date]:

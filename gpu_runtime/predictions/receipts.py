@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from gpu_runtime.artifacts import file_digest, write_atomically
 from gpu_runtime.datasets.partition import ShardTask
+from gpu_runtime.predictions.storage import Folder
 from gpu_runtime.specs import digest_of, to_plain
 
 
@@ -40,6 +39,10 @@ class Receipt:
     rows: int
     quarantined: tuple[QuarantinedRow, ...]
 
+    def failed_in(self, stage: str) -> bool:
+        """Whether a row of the shard is in quarantine because of that stage."""
+        return any(row.stage == stage for row in self.quarantined)
+
     @staticmethod
     def from_plain(plain: Mapping[str, Any]) -> Receipt:
         return Receipt(**{**plain, "quarantined": tuple(QuarantinedRow(**row) for row in plain["quarantined"])})
@@ -50,29 +53,38 @@ def resume_key(shard: ShardTask, scoring_key: str, schema: str) -> str:
     return digest_of({"shard": shard.fingerprint, "scoring": scoring_key, "schema": schema})
 
 
-class ReceiptStore:
-    """Receipts of one model: `<root>/<day>/<shard>.json`; a shard keeps its newest receipt only."""
+def day_key(shards: Sequence[ShardTask], scoring_key: str, schema: str) -> str:
+    """The resume key of a whole day: equal only if every shard's is."""
+    return digest_of([resume_key(shard, scoring_key, schema) for shard in shards] or [scoring_key, schema])
 
-    def __init__(self, root: Path, table: Path) -> None:
-        self.root, self._table = root, table
+
+class ReceiptStore:
+    """Receipts of one model: `receipts/<day>/<shard>.json`; a shard keeps its newest receipt only."""
+
+    def __init__(self, folder: Folder, table: Folder) -> None:
+        self._folder, self._table = folder, table
 
     def write(self, receipt: Receipt) -> None:
-        """After the data file is complete and on disk; from here on the shard counts as done."""
-        write_atomically(self._path(receipt.day, receipt.shard), json.dumps(to_plain(receipt)).encode())
+        """After the data file is complete and stored; from here on the shard counts as done."""
+        self._folder.write(_name(receipt.day, receipt.shard), json.dumps(to_plain(receipt)).encode())
 
     def find(self, day: str, shard: int, key: str) -> Receipt | None:
-        """The shard's receipt, if it is of the same key and its data file is whole.
-
-        Rows that the engine failed on are tried again: the engine may have been to blame, or its device.
-        """
-        try:
-            receipt = Receipt.from_plain(json.loads(self._path(day, shard).read_text()))
-        except (FileNotFoundError, ValueError, KeyError, TypeError):
-            return None  # none yet, or one that cannot be read: the shard is scored again
-        file = self._table / receipt.file
-        if receipt.resume_key != key or not file.is_file() or file_digest(file) != receipt.sha256:
+        """The shard's receipt, if it is of the same key and its data file is whole."""
+        written = self._folder.read(_name(day, shard))
+        if written is None:
             return None
-        return None if any(row.stage == "engine" for row in receipt.quarantined) else receipt
+        try:
+            receipt = Receipt.from_plain(json.loads(written))
+        except (ValueError, KeyError, TypeError):
+            return None  # it cannot be read: the shard is scored again
+        if receipt.resume_key != key or self._table.digest(receipt.file) != receipt.sha256:
+            return None
+        return receipt
 
-    def _path(self, day: str, shard: int) -> Path:
-        return self.root / day / f"{shard:06}.json"
+    def withdraw(self, receipts: Iterable[Receipt]) -> None:
+        """These shards count as not done."""
+        self._folder.delete([_name(receipt.day, receipt.shard) for receipt in receipts])
+
+
+def _name(day: str, shard: int) -> str:
+    return f"{day}/{shard:06}.json"

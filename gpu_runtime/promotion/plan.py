@@ -24,7 +24,8 @@ class ServingPlan:
     """What was promoted, and the evidence.
 
     The first group of fields is the plan's identity: a new benchmark that leads to the same choice gives the
-    same `digest`. `engine_rows_per_s` is the engine alone, at these settings, when it was measured.
+    same `digest`. `model_digest` is the exported FP32 graph's. `engine_rows_per_s` is the engine alone, at these
+    settings, when it was measured.
     """
 
     model: str
@@ -34,6 +35,7 @@ class ServingPlan:
     engine: str
     engine_set: str
     engine_digest: str
+    model_digest: str
     batch: int
     streams: int
     threads: int
@@ -60,6 +62,7 @@ class ServingPlan:
                 "model": self.model,
                 "version": self.model_version,
                 "declaration": self.declaration,
+                "graph": self.model_digest,
                 "engine": self.engine_digest,
                 "device_class": self.device_class,
             }
@@ -149,6 +152,7 @@ def choose_plan(
         engine=result.engine,
         engine_set=report.engine_set,
         engine_digest=result.engine_digest,
+        model_digest=report.model_digest,
         batch=best.setting.batch,
         streams=best.setting.streams,
         threads=best.setting.threads,

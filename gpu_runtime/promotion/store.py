@@ -1,6 +1,7 @@
-"""Which plan is in force: numbered files, created only if absent, the highest is current.
+"""Which plan is in force, and what was learnt about its engine since.
 
-    <root>/promotions/<model>/<device class>/000001.json
+    <root>/promotions/<model>/<device class>/000001.json     created only if absent; the highest is current
+    <root>/ceilings/<device class>/<engine digest>.json      how many rows fit on the device
 
 Two promoters cannot both create a number; rolling back appends an old plan under a new one.
 """
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from gpu_runtime.artifacts import write_atomically
 from gpu_runtime.device.protocol import DeviceClass
 from gpu_runtime.errors import PlanError
 from gpu_runtime.promotion.plan import ServingPlan
@@ -67,6 +69,28 @@ class PromotionStore:
 
     def _folder(self, model: str, device_class: DeviceClass) -> Path:
         return self.root / "promotions" / model / device_class.id
+
+
+class CeilingStore:
+    """How many rows an engine was found to have room for, where that is less than its plan's batch.
+
+    A newly built engine starts without one; delete the file to try the plan's batch again.
+    """
+
+    def __init__(self, root: Path | str) -> None:
+        self.root = Path(root)
+
+    def find(self, engine_digest: str, device_class: DeviceClass) -> int | None:
+        try:
+            return int(json.loads(self._path(engine_digest, device_class).read_text())["rows"])
+        except FileNotFoundError:
+            return None
+
+    def lower(self, engine_digest: str, device_class: DeviceClass, rows: int) -> None:
+        write_atomically(self._path(engine_digest, device_class), json.dumps({"rows": rows}).encode())
+
+    def _path(self, engine_digest: str, device_class: DeviceClass) -> Path:
+        return self.root / "ceilings" / device_class.id / f"{engine_digest}.json"
 
 
 def _create(path: Path, data: bytes) -> bool:

@@ -3,7 +3,7 @@
 # No `from __future__ import annotations` here: Dagster reads the parameters' annotations as they are.
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from inference_resources import ArtifactStoreResource, DatasetResource, GpuResou
 from gpu_runtime.backends.engine_set import build_engines
 from gpu_runtime.benchmark.report import run_benchmark
 from gpu_runtime.datasets.declaration import declaration_of
+from gpu_runtime.datasets.partition import DatasetPartition, Source
 from gpu_runtime.errors import InferenceError
 from gpu_runtime.export.onnx_export import export_model
 from gpu_runtime.promotion.plan import choose_plan
@@ -20,14 +21,27 @@ from gpu_runtime.quantize.calibration import calibrate
 from gpu_runtime.quantize.int8 import quantize
 from gpu_runtime.scoring import Predictions, score_days
 from gpu_runtime.specs import digest_of
+from inference_dags.assets.range_run import RangeRun
 from inference_dags.assets.upstream import Upstream
 from inference_dags.checks import results as checks
-from inference_dags.metadata import artifact_metadata, benchmark_metadata, predictions_metadata, table
+from inference_dags.metadata import (
+    artifact_metadata,
+    benchmark_metadata,
+    inputs_metadata,
+    predictions_metadata,
+    table,
+)
 from inference_dags.pipeline import Pipeline
 from inference_dags.schedules import daily_job
 
 _CALIBRATION_BATCH = 16
 _Decorator = Callable[[Callable[..., Any]], dg.AssetsDefinition]
+
+
+class ScoringConfig(dg.Config):
+    """`force`: score every row again, though the day is published or has receipts."""
+
+    force: bool = False
 
 
 def build_lifecycle(pipeline: Pipeline) -> dg.Definitions:
@@ -73,26 +87,35 @@ def daily_input(pipeline: Pipeline) -> dg.AssetsDefinition:
         partitions_def=pipeline.partitions,
         backfill_policy=dg.BackfillPolicy.single_run(),
     )
-    def inputs(context: dg.AssetExecutionContext, dataset: DatasetResource) -> dg.MaterializeResult:
-        source = dataset.source(pipeline.dataset, pipeline.model.inputs)
-        land = _land(pipeline.land)
-        found = []
+    def inputs(context: dg.AssetExecutionContext, dataset: DatasetResource) -> Iterator[dg.MaterializeResult]:
+        source, land = dataset.source(pipeline.dataset, pipeline.model.inputs), _land(pipeline.land)
+        run = RangeRun(context, pipeline.input_key, {})
         for day in context.partition_keys:
-            folder = dataset.day_folder(pipeline.dataset, day)
-            if land is not None:
-                folder.mkdir(parents=True, exist_ok=True)
-                land(day, folder)
-            partition = source.partition(day)
-            found.append(partition)
-            context.add_asset_metadata(
-                {"inputs": partition.digest, "files": partition.files, "bytes": partition.nbytes}, partition_key=day
-            )
-        return dg.MaterializeResult(
-            data_version=dg.DataVersion(found[0].digest) if len(found) == 1 else None,  # one for all would be wrong
-            metadata={"shards": len(found[0].shards)} if len(found) == 1 else {},
-        )
+            try:
+                partition = _landed(day, dataset.day_folder(pipeline.dataset, day), source, land)
+            except Exception as error:
+                if context.has_partition_key:
+                    raise
+                run.failed(day, error)
+                continue
+            version, metadata = partition.digest, inputs_metadata(partition)
+            if context.has_partition_key:
+                yield dg.MaterializeResult(data_version=dg.DataVersion(version), metadata=metadata)
+                return
+            run.done(day, "registered", version, metadata)
+        run.check()
+        yield dg.MaterializeResult()
+        run.repeat()
 
     return inputs
+
+
+def _landed(day: str, folder: Path, source: Source, land: Callable[[str, Path], None] | None) -> DatasetPartition:
+    """Bring the day's files, if that is ours to do, and look at them."""
+    if land is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        land(day, folder)
+    return source.partition(day)
 
 
 def onnx_model(pipeline: Pipeline) -> dg.AssetsDefinition:
@@ -307,8 +330,6 @@ def serving_plan(pipeline: Pipeline) -> dg.AssetsDefinition:
 
 
 def predictions(pipeline: Pipeline) -> dg.AssetsDefinition:
-    key = pipeline.key("predictions")
-
     @_asset(
         pipeline,
         "predictions",
@@ -318,69 +339,57 @@ def predictions(pipeline: Pipeline) -> dg.AssetsDefinition:
         deps=[pipeline.key("serving_plan"), pipeline.input_key],
         partitions_def=pipeline.partitions,
         backfill_policy=dg.BackfillPolicy.single_run(),
-        check_specs=[checks.accounting_spec(key)],
+        check_specs=checks.day_specs(pipeline),
         pool="gpu",
     )
     def scored(
         context: dg.AssetExecutionContext,
+        config: ScoringConfig,
         artifacts: ArtifactStoreResource,
         dataset: DatasetResource,
         predictions: PredictionTableResource,
         gpu: GpuResource,
-    ) -> dg.MaterializeResult:
+    ) -> Iterator[dg.MaterializeResult]:
         plan = artifacts.promotions().current(pipeline.name, gpu.open().device_class).plan
         source = dataset.source(pipeline.dataset, pipeline.model.inputs)
         plan.check_declaration(declaration_of(pipeline.model, source))
-        scorer = gpu.scorer(plan, artifacts.store())
         days = score_days(
             context.partition_keys,
-            scorer,
+            gpu.scorer(plan, artifacts.store(), pipeline.scoring),
             source,
             pipeline.schema(plan.engine_file(artifacts.store()).outputs),
             predictions.table(pipeline.name),
-            pipeline.scoring,
             context.run.run_id,
+            force=config.force,
         )
-        done, failed = _collect(context, key, days)
-        if failed:
-            raise dg.Failure(
-                f"{len(failed)} of {len(done) + len(failed)} days were not published; the others are. "
-                + " | ".join(f"{day}: {error}" for day, error in failed.items()),
-                metadata={"published": sorted(p.day for p in done), "failed": sorted(failed)},
-                allow_retries=True,
-            )
-        return dg.MaterializeResult(
-            data_version=dg.DataVersion(digest_of([plan.scoring_key, done[0].report["inputs"]]))
-            if len(done) == 1
-            else None,
-            metadata=predictions_metadata(done[0]) if len(done) == 1 else {},
-            check_results=[checks.accounting_result(done)],
-        )
+        yield from _published(context, pipeline, days)
 
     return scored
 
 
-def _collect(
-    context: dg.AssetExecutionContext, key: dg.AssetKey, days: Any
-) -> tuple[list[Predictions], dict[str, InferenceError]]:
-    """Score the days, telling Dagster of each as it is published: a crash later keeps the days before it."""
-    several = len(context.partition_keys) > 1
-    done: list[Predictions] = []
-    failed: dict[str, InferenceError] = {}
+def _published(
+    context: dg.AssetExecutionContext, pipeline: Pipeline, days: Iterator[tuple[str, Predictions | InferenceError]]
+) -> Iterator[dg.MaterializeResult]:
+    """Score the days, telling Dagster of each as it is published; then of the bad ones, all at once."""
+    key = pipeline.key("predictions")
+    run = RangeRun(context, key, {pipeline.key("serving_plan"): False, pipeline.input_key: True})
+    results: dict[str, list[dg.AssetCheckResult]] = {}
     for day, outcome in days:
         if isinstance(outcome, InferenceError):
-            context.log.error(f"{day} was not published: {outcome}")
-            failed[day] = outcome
+            if context.has_partition_key:
+                raise outcome
+            run.failed(day, outcome)
             continue
-        done.append(outcome)
-        if several:
-            metadata = predictions_metadata(outcome)
-            context.log_event(dg.AssetMaterialization(asset_key=key, partition=day, metadata=metadata))
-            # Dagster adds an event of its own for each partition at the end: it must not be a bare one.
-            context.add_asset_metadata(metadata, partition_key=day)
-    if len(failed) == 1 and not done:
-        raise next(iter(failed.values()))
-    return done, failed
+        version, metadata = outcome.day_key, predictions_metadata(outcome)
+        found = checks.day_results(pipeline, outcome)
+        if context.has_partition_key:
+            yield dg.MaterializeResult(data_version=dg.DataVersion(version), metadata=metadata, check_results=found)
+            return
+        run.done(day, "reused" if outcome.reused else "published", version, metadata, found)
+        results[day] = found
+    run.check()
+    yield dg.MaterializeResult(check_results=checks.all_days(results))
+    run.repeat()
 
 
 def _upstream(

@@ -41,6 +41,13 @@ class NormalizationSettings(Settings):
     std: list[float]
 
 
+class RangeSettings(Settings):
+    """What every element of an output can be; a row outside is quarantined."""
+
+    minimum: float | None = None
+    maximum: float | None = None
+
+
 class ModelSettings(Settings):
     """The model. Either `factory` (`module:function`, returns a torch module) or `onnx` (a file)."""
 
@@ -52,6 +59,7 @@ class ModelSettings(Settings):
     normalize: dict[str, NormalizationSettings] = Field(default={})
     top_k: int | None = None
     max_batch: int = 64
+    output_ranges: dict[str, RangeSettings] = Field(default={})
 
 
 class DatasetSettings(Settings):
@@ -116,7 +124,9 @@ class InferencePipeline(dg.Component, dg.Model, dg.Resolvable):
     """Export → calibrate → INT8 → engines → benchmark and gate → serving plan → daily predictions.
 
     The folder's name is the model's name. `class_names` maps an index output to a file of names beside
-    defs.yaml and adds a column of names to the predictions.
+    defs.yaml and adds a column of names to the predictions. `stage_timeout_s`: a shard that takes longer to open, or
+    a batch to be decoded, computed or written, ends the run. `max_drift`: a day whose outputs are distributed further
+    than that from the last published day's (Jensen–Shannon distance, 0 … 1) gets a warning.
     """
 
     model_spec: ModelSettings
@@ -128,6 +138,8 @@ class InferencePipeline(dg.Component, dg.Model, dg.Resolvable):
     benchmark: SweepSettings = SweepSettings()
     class_names: dict[str, str] = Field(default={})
     max_quarantined_fraction: float = 0.05
+    stage_timeout_s: float = 600.0
+    max_drift: float = 0.3
     hour_of_day: int = 2
     owners: list[str] = Field(default=[])
 
@@ -165,7 +177,8 @@ class InferencePipeline(dg.Component, dg.Model, dg.Resolvable):
             gate=GatePolicy(gate.metric, gate.output, gate.max_drop, gate.min_speedup, gate.min_value),
             gate_rows=_rows(gate.rows),
             sweep=Sweep(**{**dict(self.benchmark), "batches": tuple(self.benchmark.batches)}),
-            scoring=ScoringPolicy(self.max_quarantined_fraction),
+            scoring=ScoringPolicy(self.max_quarantined_fraction, self.stage_timeout_s),
+            max_drift=self.max_drift,
             class_names={name: _lines(folder / file) for name, file in self.class_names.items()},
             hour_of_day=self.hour_of_day,
             owners=tuple(self.owners),
@@ -185,6 +198,7 @@ def _model_spec(folder: Path, model: ModelSettings) -> ModelSpec:
         normalize={name: ImageNormalization(tuple(one.mean), tuple(one.std)) for name, one in model.normalize.items()},
         top_k=TopK(model.top_k) if model.top_k else None,
         max_batch=model.max_batch,
+        output_ranges={name: (one.minimum, one.maximum) for name, one in model.output_ranges.items()},
     )
 
 

@@ -11,8 +11,10 @@ from pydantic import PrivateAttr
 from gpu_runtime.artifacts import ArtifactStore
 from gpu_runtime.device.protocol import Device
 from gpu_runtime.device.select import DeviceChoice, choose_device, open_device
+from gpu_runtime.faults import FaultPlan, no_faults
 from gpu_runtime.promotion.plan import ServingPlan
-from gpu_runtime.scoring import Scorer
+from gpu_runtime.scoring import Scorer, ScoringPolicy
+from gpu_runtime.specs import digest_of
 
 
 class GpuResource(dg.ConfigurableResource):
@@ -41,6 +43,10 @@ class GpuResource(dg.ConfigurableResource):
         self._device, self._scorers = None, {}
         stack.close()
 
+    def fault_plan(self) -> FaultPlan:
+        """None; a test's subclass may bring one."""
+        return no_faults
+
     def choice(self) -> DeviceChoice:
         """Which device will be used and why; opens nothing."""
         return choose_device(self.device)
@@ -51,8 +57,10 @@ class GpuResource(dg.ConfigurableResource):
             self._device = self._stack.enter_context(open_device(self.choice()))
         return self._device
 
-    def scorer(self, plan: ServingPlan, store: ArtifactStore) -> Scorer:
+    def scorer(self, plan: ServingPlan, store: ArtifactStore, policy: ScoringPolicy) -> Scorer:
         """The executor with the plan's engine; loaded once, however many days are scored."""
-        if plan.digest not in self._scorers:
-            self._scorers[plan.digest] = self._stack.enter_context(Scorer(plan, store, self.open()))
-        return self._scorers[plan.digest]
+        key = digest_of([plan.digest, policy])
+        if key not in self._scorers:
+            scorer = Scorer(plan, store, self.open(), policy, self.fault_plan())
+            self._scorers[key] = self._stack.enter_context(scorer)
+        return self._scorers[key]

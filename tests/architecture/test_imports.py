@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 # Low to high; a module may import its own layer and those before it.
 RUNTIME_LAYERS = (
-    "errors", "specs", "artifacts", "device", "backends", "export", "compress", "quantize", "datasets",
+    "errors", "faults", "specs", "artifacts", "device", "backends", "export", "compress", "quantize", "datasets",
     "executor", "quality", "benchmark", "promotion", "predictions", "scoring",
 )  # fmt: skip
 PACKAGES = ("gpu_runtime", "inference_resources", "inference_dags")
@@ -33,6 +33,8 @@ VENDORS = {
     "PIL": ("gpu_runtime/datasets/decode.py",),
     "cv2": ("inference_dags/defs/photo_tags/land.py",),
     "pyarrow": ("gpu_runtime/datasets/", "gpu_runtime/predictions/", "inference_dags/defs/"),
+    "obstore": ("gpu_runtime/predictions/storage.py",),
+    "scipy": ("gpu_runtime/quality/",),
     "deltalake": ("gpu_runtime/predictions/",),
     "pandas": ("gpu_runtime/predictions/", "inference_dags/defs/"),
     "safetensors": ("gpu_runtime/quantize/", "inference_dags/defs/"),

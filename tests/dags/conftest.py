@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ import yaml
 from inference_resources import ArtifactStoreResource, DatasetResource, GpuResource, PredictionTableResource
 from onnx import TensorProto, helper, numpy_helper
 
+from gpu_runtime.backends.onnxruntime_backend import OnnxRuntimeContext
+from gpu_runtime.backends.openvino_backend import OpenVinoContext
 from gpu_runtime.predictions.delta_table import PredictionTable
 from inference_dags import InferencePipeline
 from inference_dags.assets.lifecycle import build_lifecycle
@@ -86,15 +89,32 @@ def write_model(path: Path, seed: int = 0) -> None:
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), str(path))
 
 
-def write_day(folder: Path, day: str, *, rows: int = ROWS, null_rows: int = 0) -> None:
+def write_day(folder: Path, day: str, *, rows: int = ROWS, null_rows: int = 0, shift: float = 0.0) -> None:
     """One Parquet file; the label follows the first feature, so an engine that works has an AUC far from ½."""
     folder.mkdir(parents=True, exist_ok=True)
-    rng = np.random.default_rng(datetime.date.fromisoformat(day).toordinal())
-    values = rng.standard_normal((rows, WIDTH)).astype(np.float32)
+    values = day_values(day, rows) + np.float32(shift)
     columns: dict[str, Any] = {"id": [f"{day}-{i}" for i in range(rows)]}
     columns |= {name: pa.array(values[:, i], mask=np.arange(rows) < null_rows) for i, name in enumerate("abcdef")}
     columns["label"] = (values[:, 0] > 0).astype(np.int8)
     pq.write_table(pa.table(columns), folder / "rows.parquet")
+
+
+def day_values(day: str, rows: int = ROWS) -> Any:
+    """The day's features, `[rows, 6]`."""
+    rng = np.random.default_rng(datetime.date.fromisoformat(day).toordinal())
+    return rng.standard_normal((rows, WIDTH)).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class DayState:
+    """What Dagster shows of a day's predictions."""
+
+    status: str
+    causes: list[str]
+    checks: dict[str, str]
+    tags: dict[str, str]
+    metadata: dict[str, Any]
+    materializations: int
 
 
 @dataclass
@@ -123,7 +143,12 @@ class Project:
         }
 
     def materialize(
-        self, *assets: str, day: str | None = None, days: tuple[str, str] | None = None, instance: Any = None
+        self,
+        *assets: str,
+        day: str | None = None,
+        days: tuple[str, str] | None = None,
+        instance: Any = None,
+        force: bool = False,
     ) -> dg.ExecuteInProcessResult:
         tags = {}
         if days:
@@ -136,6 +161,7 @@ class Project:
             instance=instance or self.instance,
             partition_key=day,
             tags=tags,
+            run_config={"ops": {"tiny__predictions": {"config": {"force": True}}}} if force else None,
             raise_on_error=False,
         )
 
@@ -144,8 +170,11 @@ class Project:
             result = self.materialize(asset)
             assert result.success, asset
 
-    def write_day(self, day: str, **how: int) -> None:
-        write_day(self.home / "data" / "rows" / day, day, **how)
+    def write_day(self, day: str, **how: Any) -> None:
+        write_day(self.day_folder(day), day, **how)
+
+    def day_folder(self, day: str) -> Path:
+        return self.home / "data" / "rows" / day
 
     def table(self) -> PredictionTable:
         return PredictionTable(self.home / "tables" / "tiny")
@@ -155,15 +184,47 @@ class Project:
         assert event is not None and event.asset_materialization is not None
         return {name: value.value for name, value in event.asset_materialization.metadata.items()}
 
+    def state(self, day: str) -> DayState:
+        """Dagster has no public way to ask for what its UI shows; only this function reaches for it."""
+        from dagster._core.definitions.data_version import CachingStaleStatusResolver
+        from dagster._core.loader import LoadingContextForTest
+
+        key, graph = dg.AssetKey(["tiny", "predictions"]), self.definitions().get_repository_def().asset_graph
+        resolver = CachingStaleStatusResolver(self.instance, graph, LoadingContextForTest(self.instance))
+        checks = {}
+        for check in (found for found in graph.asset_check_keys if found.asset_key == key):
+            history = self.instance.event_log_storage.get_asset_check_execution_history(check, limit=1000)
+            checks[check.name] = next((one.status.value for one in history if one.partition == day), "NONE")
+        records = self.instance.fetch_materializations(dg.AssetRecordsFilter(key, asset_partitions=[day]), 100).records
+        event = records[0].asset_materialization if records else None
+        return DayState(
+            resolver.get_status(key, day).value,
+            [
+                f"{one.reason}: {one.dependency.asset_key.to_user_string()}"
+                for one in resolver.get_stale_causes(key, day)
+                if one.dependency
+            ],
+            checks,
+            dict(event.tags or {}) if event else {},
+            {name: value.value for name, value in event.metadata.items()} if event else {},
+            len(records),
+        )
+
+
+@contextlib.contextmanager
+def new_project(root: Path) -> Iterator[Project]:
+    (root / "tiny").mkdir()
+    write_model(root / "tiny" / "model.onnx")
+    with dg.DagsterInstance.ephemeral() as instance:
+        made = Project(root, instance, yaml.safe_load(SETTINGS))
+        for day in ("2026-01-01", "2026-01-02", "2026-01-03"):
+            made.write_day(day)
+        yield made
+
 
 @pytest.fixture
 def project(tmp_path: Path) -> Iterator[Project]:
-    (tmp_path / "tiny").mkdir()
-    write_model(tmp_path / "tiny" / "model.onnx")
-    with dg.DagsterInstance.ephemeral() as instance:
-        made = Project(tmp_path, instance, yaml.safe_load(SETTINGS))
-        for day in ("2026-01-01", "2026-01-02", "2026-01-03"):
-            made.write_day(day)
+    with new_project(tmp_path) as made:
         yield made
 
 
@@ -172,6 +233,34 @@ def promoted(project: Project) -> Project:
     """A project whose lifecycle has run: a plan is in force."""
     project.lifecycle()
     return project
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
+    """A promoted project for tests that use days of their own and change nothing else."""
+    with new_project(tmp_path_factory.mktemp("shared")) as made:
+        made.lifecycle()
+        yield made
+
+
+@pytest.fixture
+def engine_saw(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The first feature of each row that reaches an engine from now on."""
+    seen: list[float] = []
+    for context in (OnnxRuntimeContext, OpenVinoContext):
+
+        def watched(self: Any, inputs: Any, outputs: Any, stream: Any, enqueue: Any = context.enqueue) -> None:
+            seen.extend(value for value in inputs["x"][:, 0].tolist() if value)  # padding is zero
+            enqueue(self, inputs, outputs, stream)
+
+        monkeypatch.setattr(context, "enqueue", watched)
+    return seen
+
+
+@pytest.fixture
+def first_feature() -> Callable[[str], list[float]]:
+    """What `engine_saw` holds once a whole day was scored."""
+    return lambda day: [float(value) for value in day_values(day)[:, 0]]
 
 
 @pytest.fixture

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -87,3 +90,38 @@ def test_scoring_without_a_plan_fails_and_says_what_to_do(tmp_path: Path) -> Non
 )
 def test_a_wrong_request_ends_with_an_error(tmp_path: Path, select: str, more: tuple[str, ...]) -> None:
     assert materialize(tmp_path, select, *more).returncode != 0
+
+
+def on_call_section() -> list[tuple[str, str]]:
+    """The code blocks of the README's "When something goes wrong", in order: their language and their text."""
+    section = (ROOT / "README.md").read_text().split("## When something goes wrong", 1)[1].split("\n## ", 1)[0]
+    return re.findall(r"```(python|sh)\n(.*?)```", section, re.DOTALL)
+
+
+def test_what_the_readme_tells_an_engineer_on_call_works_as_it_stands(home: Path, tmp_path: Path) -> None:
+    """Every command and every query, run in the order of the page against a table of its own."""
+    assert materialize(home, "flight_delay/flights", "--partition-range", "2013-09-02...2013-09-03").returncode == 0
+    first = materialize(home, "flight_delay/predictions", "--partition-range", "2013-09-02...2013-09-03")
+    assert first.returncode == 0, first.stderr[-3000:]
+    table = PredictionTable(home / "tables" / "flight_delay")
+    day, before = "2013-09-02", table.published("2013-09-02")
+    quarantined = len(table.read_quarantine(day))
+    (tmp_path / "storage").symlink_to(home)
+    asked: dict[str, Any] = {}
+    for language, text in on_call_section():
+        if language == "python":
+            there = Path.cwd()
+            os.chdir(tmp_path)
+            try:
+                exec(text, asked)
+            finally:
+                os.chdir(there)
+            continue
+        for line in text.strip().splitlines():
+            done = run(home, *shlex.split(line))
+            assert done.returncode == 0, (line, done.stderr[-3000:])
+    assert len(asked["quarantine"]) == quarantined > 0
+    assert asked["runs"]["rows_in"].tolist() == [len(table.read_day(day)) + quarantined]
+    assert before is not None and table.current_publication(day) != before.number  # forced: replaced
+    assert len(asked["before"]) == len(table.read_day(day))
+    assert set(asked["before"]["run_id"]) != set(table.read_day(day)["run_id"])

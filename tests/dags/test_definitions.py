@@ -28,7 +28,11 @@ def test_a_folder_with_defs_yaml_is_a_whole_lifecycle(definitions: dg.Definition
     assert all(graph.get(key).code_version for key in keys)
     assert definitions.resolve_job_def(f"{model}_daily") and definitions.resolve_schedule_def(f"{model}_nightly")
     checks = {check.name for check in graph.asset_check_keys if check.asset_key.path[0] == model}
-    assert checks == {"parity", "gate", "row_accounting"}
+    day_checks = {"row_accounting", "quarantined_fraction", "finite_outputs", "output_drift"}
+    assert checks == {"parity", "gate"} | day_checks
+    for check in (graph.get(found) for found in graph.asset_check_keys if found.asset_key == predictions.key):
+        assert check.partitions_def == predictions.partitions_def
+        assert check.blocking is (check.key.name != "output_drift")
 
 
 def test_the_resources_can_be_moved_by_environment(monkeypatch: pytest.MonkeyPatch) -> None:

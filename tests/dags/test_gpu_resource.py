@@ -13,6 +13,7 @@ from gpu_runtime.artifacts import ArtifactStore
 from gpu_runtime.device.host import cpu_class
 from gpu_runtime.errors import DeviceUnavailableError
 from gpu_runtime.promotion.store import PromotionStore
+from gpu_runtime.scoring import ScoringPolicy
 
 
 def test_entering_a_run_opens_nothing() -> None:
@@ -25,9 +26,11 @@ def test_the_engine_is_loaded_once_and_closed_with_the_run(promoted: Any) -> Non
     plan = PromotionStore(promoted.home / "artifacts").current("tiny", cpu_class()).plan
     store = ArtifactStore(promoted.home / "artifacts")
     before = threading.active_count()
+    policy = ScoringPolicy()
     with GpuResource(device="cpu") as gpu:
-        scorer = gpu.scorer(plan, store)
-        assert gpu.scorer(plan, store) is scorer and gpu.open() is gpu.open()
+        scorer = gpu.scorer(plan, store, policy)
+        assert gpu.scorer(plan, store, policy) is scorer and gpu.open() is gpu.open()
+        assert gpu.scorer(plan, store, ScoringPolicy(0.5)).policy == ScoringPolicy(0.5)
         executor = scorer.executor
         assert executor is scorer.executor and executor.batch == plan.batch
     assert gpu._device is None and gpu._scorers == {}

@@ -40,28 +40,6 @@ def test_data_version_is_the_content_digest_and_nothing_is_pickled(promoted: Any
         assert (promoted.home / "artifacts" / "objects" / kind / digest / "manifest.json").is_file()
 
 
-def test_a_range_of_days_is_one_run_with_an_event_for_each_day(promoted: Any) -> None:
-    for day in ("2026-01-04", "2026-01-05"):
-        promoted.write_day(day)
-    result = promoted.materialize("rows", "predictions", days=("2026-01-03", "2026-01-05"))
-    assert result.success
-    counts = promoted.instance.get_materialized_partitions(key("predictions"))
-    assert counts == {"2026-01-03", "2026-01-04", "2026-01-05"}
-    assert all(len(promoted.table().read_day(day)) == 200 for day in counts)
-
-
-def test_a_bad_day_does_not_cost_the_good_ones(promoted: Any, failure_text: Any) -> None:
-    promoted.write_day("2026-01-04", null_rows=150)
-    promoted.write_day("2026-01-05")
-    result = promoted.materialize("predictions", days=("2026-01-03", "2026-01-05"))
-    assert not result.success
-    assert "1 of 3 days were not published" in failure_text(result)
-    assert "column 'a' is null (150 rows)" in failure_text(result)
-    published = promoted.instance.get_materialized_partitions(key("predictions"))
-    assert published == {"2026-01-03", "2026-01-05"}
-    assert promoted.table().current_publication("2026-01-04") is None
-
-
 def test_without_a_plan_predictions_refuse_and_say_what_to_do(project: Any, failure_text: Any) -> None:
     result = project.materialize("predictions", day=DAY)
     assert not result.success
@@ -163,6 +141,32 @@ def test_new_weights_serve_only_after_every_stage_saw_them(
     assert not result.success and stale in failure_text(result)
 
 
+def test_an_output_range_quarantines_what_lies_outside_and_a_new_one_is_no_older_engines(
+    project: Any, failure_text: Any
+) -> None:
+    project.settings["gate"]["min_speedup"] = 1000  # FP32 serves: the same scores whatever was fastest
+    project.lifecycle()
+    assert project.materialize("predictions", day=DAY).success
+    scores = project.table().read_day(DAY)["score"]
+    low, high = (float(scores.quantile(share)) for share in (0.1, 0.9))
+    project.settings["max_quarantined_fraction"] = 1.0
+    for bounds, outside in (
+        ({"minimum": low}, scores < low),
+        ({"minimum": low, "maximum": high}, ~scores.between(low, high)),
+    ):
+        project.settings["model_spec"]["output_ranges"] = {"score": bounds}
+        for asset in ("onnx_model", "calibration", "int8_model"):
+            assert project.materialize(asset).success, asset
+        result = project.materialize("benchmark")
+        assert not result.success and "engine: was made from something older" in failure_text(result)
+        for asset in ("engine", "benchmark", "serving_plan"):
+            assert project.materialize(asset).success, asset
+        assert project.materialize("predictions", day=DAY).success
+        lost = project.table().read_quarantine(DAY)
+        assert len(lost) == outside.sum() > 0 and set(lost["stage"]) == {"output"}
+        assert lost["reason"].str.startswith("output 'score' is ").all()
+
+
 def test_new_weights_give_new_scores_for_a_day_scored_before(promoted: Any, new_weights: Any) -> None:
     assert promoted.materialize("predictions", day=DAY).success
     before = promoted.table().read_day(DAY)
@@ -182,24 +186,6 @@ def test_a_day_is_scored_before_its_labels_arrive(promoted: Any) -> None:
     pq.write_table(pq.read_table(file).drop_columns(["label"]), file)
     assert promoted.materialize("rows", "predictions", day=DAY).success
     assert len(promoted.table().read_day(DAY)) == 200
-
-
-def test_a_library_that_raises_costs_only_its_day(promoted: Any, failure_text: Any, monkeypatch: Any) -> None:
-    from gpu_runtime.predictions.delta_table import PredictionTable
-
-    publish = PredictionTable.publish
-
-    def failing(self: Any, schema: Any, day: str, *rest: Any) -> str:
-        if day == DAY:
-            raise OSError("disk full")
-        return publish(self, schema, day, *rest)
-
-    monkeypatch.setattr(PredictionTable, "publish", failing)
-    promoted.write_day("2026-01-04")
-    result = promoted.materialize("predictions", days=(DAY, "2026-01-04"))
-    assert not result.success and f"{DAY} was" not in failure_text(result)
-    assert "1 of 2 days were not published" in failure_text(result)
-    assert promoted.instance.get_materialized_partitions(key("predictions")) == {"2026-01-04"}
 
 
 def test_int8_that_is_not_faster_is_refused_and_fp32_serves(project: Any) -> None:
@@ -228,35 +214,6 @@ def test_a_stage_whose_input_was_never_made_names_the_asset_to_materialize(proje
     result = project.materialize("int8_model")
     assert not result.success
     assert "materialize tiny/onnx_model" in failure_text(result)
-
-
-def test_a_day_without_a_folder_is_a_clear_error(promoted: Any, failure_text: Any) -> None:
-    result = promoted.materialize("rows", day="2026-01-20")
-    assert not result.success and "the day has no folder" in failure_text(result)
-
-
-def test_a_day_without_rows_is_published_empty(promoted: Any) -> None:
-    (promoted.home / "data" / "rows" / "2026-01-06").mkdir()
-    result = promoted.materialize("rows", "predictions", day="2026-01-06")
-    assert result.success
-    assert promoted.table().read_day("2026-01-06").empty
-    assert promoted.table().current_publication("2026-01-06") is not None
-
-
-def test_a_row_lost_between_reading_and_publishing_fails_the_check(promoted: Any, monkeypatch: Any) -> None:
-    from gpu_runtime import scoring
-
-    write = scoring.Scorer._write
-
-    def forgetful(self: Any, shard: Any, scored: Any) -> None:
-        if scored.batch.start > 0:
-            write(self, shard, scored)
-
-    monkeypatch.setattr(scoring.Scorer, "_write", forgetful)
-    result = promoted.materialize("predictions", day=DAY)
-    assert not result.success
-    (check,) = (e for e in result.get_asset_check_evaluations() if e.check_name == "row_accounting")
-    assert not check.passed and check.metadata["days_with_a_difference"].value == [DAY]
 
 
 def test_the_tick_of_a_night_asks_for_the_day_before_and_only_for_scoring(project: Any) -> None:

@@ -59,8 +59,13 @@ def test_the_readmes_own_project_loads(own_project: Path) -> None:
         ("columns: {features: [age, visits, spend]}", "columns: {features: [age]}", "do not fill its shape"),
         ("    max_drop: 0.005", "    max_dorp: 0.005", "max_dorp"),
         ("    outputs: [probability]", "    outputs: [features]", "each name used once"),
+        (
+            "    outputs: [probability]",
+            "    outputs: [probability]\n    output_ranges: {probabilty: {minimum: 0}}",
+            "a range for what is no output",
+        ),
     ],
-    ids=["backend", "columns", "key", "output"],
+    ids=["backend", "columns", "key", "output", "range"],
 )
 def test_a_mistake_in_defs_yaml_is_named(own_project: Path, line: str, mistake: str, told: str) -> None:
     file = own_project / "my_project" / "defs" / "churn" / "defs.yaml"

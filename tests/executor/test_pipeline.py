@@ -13,9 +13,10 @@ import pytest
 
 from gpu_runtime.datasets.partition import RowFailure
 from gpu_runtime.device.host import HostDevice
-from gpu_runtime.errors import DeviceError, RowError
-from gpu_runtime.executor.failures import is_out_of_memory
+from gpu_runtime.device.simulated import SimulatedDevice
+from gpu_runtime.errors import DatasetError, DeviceError, RowError
 from gpu_runtime.executor.pipeline import Batch
+from gpu_runtime.specs import TensorSpec
 
 GATE_S = 5.0  # a gate that stays shut this long is a defect, and the test says which
 
@@ -206,7 +207,7 @@ def test_a_ring_without_slots_is_refused_instead_of_waiting_forever(bench: Any, 
         bench(slots=slots)
 
 
-# --- clause 1: rows that cannot be read
+# --- clause 1: rows that a decoder cannot read
 
 
 def test_an_unreadable_row_leaves_a_hole_and_the_others_are_scored(bench: Any, shard: Any, record: Any) -> None:
@@ -242,7 +243,42 @@ def test_a_row_that_two_pieces_report_is_reported_once(bench: Any, shard: Any, r
     assert {id: failure.reason for id, failure in written.failures.items()} == {1: "other", 3: "first"}
 
 
-# --- clause 2: batches that the engine fails on
+# --- clause 2: rows that must not reach the device
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        ("x", np.nan, "is not finite"),
+        ("x", np.inf, "is not finite"),
+        ("x", -np.inf, "is not finite"),
+        ("x", 0.5, "is below its declared minimum 1"),
+        ("id", 10_000, "is above its declared maximum 9999"),
+        ("id", -1, "is below its declared minimum 0"),
+    ],
+)
+@pytest.mark.parametrize("device", [HostDevice, SimulatedDevice])
+def test_a_value_that_must_not_reach_the_device_does_not(
+    bench: Any, shard: Any, record: Any, name: str, value: float, rule: str, device: Any
+) -> None:
+    """The simulated device's staging memory is garbage beyond the batch: that is nobody's row."""
+
+    def spoil(id: int, row: int, staging: Any) -> None:
+        if id in (3, 5, 6):  # the last batch is one of nothing but holes
+            staging[name].reshape(len(staging[name]), -1)[row, -1] = value
+
+    opened, written = bench(slots=1, device=device()), record()
+    opened.run([shard(range(1, 7), spoil=spoil)], written)
+    assert written.ids == [1, 2, 4] and written.right
+    assert written.failures == {
+        id: RowFailure((id - 1) % 4, "input", f"input {name!r} {rule}", "ValueError") for id in (3, 5, 6)
+    }
+    assert opened.engine.seen == [[1, 2, 0, 4], [0, 0, 0, 0]]
+    for x, ids in zip(opened.engine.taken, opened.engine.seen, strict=True):
+        assert np.isfinite(x).all() and (x >= 1).all() and (x[np.asarray(ids) == 0] == 1).all()
+
+
+# --- clause 3: batches that the engine fails on
 
 
 @pytest.mark.parametrize("bad", [(5,), (4, 7), (4, 5, 6), (4, 5, 6, 7), (0, 5, 10)], ids=str)
@@ -357,60 +393,7 @@ def test_a_failing_batch_does_not_spoil_the_batches_queued_behind_it(bench: Any,
     assert written.ids == [i for i in range(1, 33) if i != 2] and written.right
 
 
-OUT_OF_MEMORY = [
-    RuntimeError(
-        "[ONNXRuntimeError] : 6 : RUNTIME_EXCEPTION : Failed to allocate memory for requested buffer of size 9"
-    ),
-    RuntimeError("BFCArena::AllocateRawInternal Available memory of 8 is smaller than requested bytes of 9"),
-    RuntimeError("CUDA failure 2: out of memory ; GPU=0 ; hostname=host"),
-    RuntimeError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 15.00 GiB"),
-    RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes. Error code 12"),
-    RuntimeError("CUDA_ERROR_OUT_OF_MEMORY: the API call failed"),
-    RuntimeError("cudaErrorMemoryAllocation"),
-    RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)"),
-    RuntimeError("CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
-    RuntimeError("std::bad_alloc"),
-    OSError(12, "Cannot allocate memory"),
-    MemoryError(),
-]
-
-
-@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda error: str(error)[:30] or "MemoryError")
-def test_out_of_memory_ends_the_run_and_is_no_row_s_fault(
-    bench: Any, shard: Any, record: Any, error: Exception
-) -> None:
-    def compute(ids: list[int]) -> None:
-        if 6 in ids:
-            raise error
-
-    opened, written = bench(during=compute), record()
-    with pytest.raises(
-        DeviceError, match=r"out of memory while running a batch.*Next: choose a smaller batch"
-    ) as caught:
-        opened.run([shard(range(1, 17))], written)
-    assert caught.value.__cause__ is error
-    assert written.ids == [1, 2, 3, 4] and not written.failures
-    opened.assert_idle_and_usable()
-
-
-def test_out_of_memory_that_shows_only_while_bisecting_ends_the_run_too(bench: Any, shard: Any, record: Any) -> None:
-    def compute(ids: list[int]) -> None:
-        if 6 in ids:
-            raise Broken if 8 in ids else MemoryError
-
-    opened, written = bench(during=compute), record()
-    with pytest.raises(DeviceError, match="out of memory"):
-        opened.run([shard(range(1, 17))], written)
-    assert written.ids == [1, 2, 3, 4] and not written.failures
-    opened.assert_idle_and_usable()
-
-
-@pytest.mark.parametrize("words", ["shape mismatch", "memory pattern disabled", "index out of range", "allocate"])
-def test_other_words_are_not_out_of_memory(words: str) -> None:
-    assert not is_out_of_memory(RuntimeError(words))
-
-
-# --- clause 3: outputs that are not finite
+# --- clause 5: outputs that no engine can have meant
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -427,6 +410,30 @@ def test_a_row_whose_output_is_not_finite_is_reported(bench: Any, shard: Any, re
     assert written.failures[3] == RowFailure(2, "output", "output 'y' is not finite", "FloatingPointError")
 
 
+@pytest.mark.parametrize(
+    ("bounds", "row", "rule"),
+    [
+        ({"minimum": 0}, (-1.0, 7.0), "is below its declared minimum 0"),
+        ({"maximum": 50}, (1.0, 51.0), "is above its declared maximum 50"),
+        ({"varies": True}, (7.0, 7.0), "is degenerate: all its values are the same"),
+        ({"minimum": 0, "maximum": 50, "varies": True}, (np.nan, np.nan), "is not finite"),
+    ],
+    ids=str,
+)
+def test_an_output_that_the_engine_cannot_have_meant_is_reported_without_its_value(
+    bench: Any, shard: Any, record: Any, bounds: Any, row: tuple[float, float], rule: str
+) -> None:
+    def spoil(ids: list[int], outputs: Any) -> None:
+        for index, id in enumerate(ids):
+            if id in (0, 6):  # 0: the padded rows, which concern nobody
+                outputs["y"][index] = row
+
+    outputs, written = (TensorSpec("y", "float32", (2,), **bounds), TensorSpec("twice", "int32")), record()
+    bench(spoil=spoil, outputs=outputs).run([shard(range(1, 11))], written)
+    assert written.ids == [i for i in range(1, 11) if i != 6] and written.right
+    assert written.failures == {6: RowFailure(1, "output", f"output 'y' {rule}", "FloatingPointError")}
+
+
 def test_outputs_are_looked_at_after_a_rescue_as_well(bench: Any, shard: Any, record: Any) -> None:
     def spoil(ids: list[int], outputs: Any) -> None:
         outputs["y"][[row for row, id in enumerate(ids) if id == 4], 0] = np.nan
@@ -438,19 +445,78 @@ def test_outputs_are_looked_at_after_a_rescue_as_well(bench: Any, shard: Any, re
     assert stages == {1: "decode", 3: "engine", 4: "output"}
 
 
-# --- clauses 4, 5 and 6: runs that end early
+# --- clauses 6 and 7: runs that end early
 
 
-@pytest.mark.parametrize("error", [Broken("decoder"), MemoryError(), SystemExit(2)], ids=["own", "memory", "exit"])
-def test_a_decoder_s_foreign_exception_ends_the_run(bench: Any, shard: Any, record: Any, error: BaseException) -> None:
+@pytest.mark.parametrize("bad", [(10,), (9, 12), (9, 10, 11, 12)], ids=str)
+@pytest.mark.parametrize("piece_rows", [1, 2, 4])
+def test_the_rows_that_make_a_decoder_raise_are_found_and_the_rest_is_scored(
+    bench: Any, shard: Any, record: Any, bad: tuple[int, ...], piece_rows: int
+) -> None:
+    opened, rows, written = bench(), shard(range(1, 22), refuse_rows(*bad), piece_rows=piece_rows), record()
+    stats = opened.run([rows], written)
+    assert written.ids == [i for i in range(1, 22) if i not in bad] and written.right
+    assert set(written.failures) == set(bad)
+    for id, failure in written.failures.items():
+        assert failure == RowFailure((id - 1) % 4, "decode", "the decoder failed on this row", "Broken")
+    assert stats.rows == 21
+    opened.assert_idle_and_usable(rows)
+
+
+def test_a_piece_that_writes_another_shape_costs_its_row_alone(bench: Any, shard: Any, record: Any) -> None:
+    def spoil(id: int, row: int, staging: Any) -> None:
+        if id == 7:
+            staging["x"][row] = np.ones(5)
+
+    opened, written = bench(), record()
+    opened.run([shard(range(1, 14), spoil=spoil)], written)
+    assert written.ids == [i for i in range(1, 14) if i != 7] and written.right
+    assert written.failures == {7: RowFailure(2, "decode", "the decoder failed on this row", "ValueError")}
+
+
+def test_other_pieces_of_a_batch_are_done_before_its_rows_are_tried_again(bench: Any, shard: Any, record: Any) -> None:
+    """Or they would write into rows that were decoded meanwhile."""
+    at_work, tried_again = threading.Event(), threading.Event()
+    rows, written, tries, together = shard(range(1, 5)), record(), [], []
+
+    def decode(id: int) -> None:
+        tries.append(id)
+        if id == 3 and tries.count(3) == 1:
+            at_work.set()
+            tried_again.wait(0.1)
+        if id == 1 and tries.count(1) == 1:
+            at_work.wait(GATE_S)
+            raise Broken
+        if id == 1:
+            together.append(rows.working)
+            tried_again.set()
+
+    rows.during = decode
+    bench().run([rows], written)
+    assert together == [1] and written.ids == [1, 2, 3, 4] and written.right
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (DatasetError("the file changed", stage="dataset"), DatasetError),
+        (MemoryError(), DeviceError),
+        (SystemExit(2), SystemExit),
+        (KeyboardInterrupt(), KeyboardInterrupt),
+    ],
+    ids=["own", "memory", "exit", "interrupt"],
+)
+def test_what_is_no_row_s_fault_ends_the_run_when_a_decoder_raises_it(
+    bench: Any, shard: Any, record: Any, error: BaseException, raised: type[BaseException]
+) -> None:
     def decode(id: int) -> None:
         if id == 10:
             raise error
 
     opened, rows, written = bench(), shard(range(1, 33), decode), record()
-    with pytest.raises(type(error)) as caught:
+    with pytest.raises(raised) as caught:
         opened.run([rows], written)
-    assert caught.value is error
+    assert error in (caught.value, caught.value.__cause__)
     assert written.ids == list(range(1, 9)) and written.right and not written.failures
     opened.assert_idle_and_usable(rows)
 
@@ -531,6 +597,25 @@ def test_an_engine_that_raises_what_is_no_exception_of_a_batch_ends_the_run(
     opened.assert_idle_and_usable(rows)
 
 
+def test_an_exit_raised_after_a_batch_was_launched_leaves_nothing_at_work(bench: Any, shard: Any, record: Any) -> None:
+    """What the engine had launched before it raised is behind an event all the same."""
+    gates, error = Gates(), SystemExit(7)
+
+    def queued() -> None:
+        gates.wait("at work")
+        raise error
+
+    def compute(ids: list[int]) -> None:
+        gates.open("at work")
+        time.sleep(0.05)
+
+    opened, rows = bench(during=compute, queued=queued), shard(range(1, 13))
+    with pytest.raises(SystemExit) as caught:
+        opened.run([rows], record())
+    assert caught.value is error
+    opened.assert_idle_and_usable(rows)
+
+
 @pytest.mark.parametrize("busy", ["decode", "compute", "source"])
 def test_a_run_that_ends_waits_for_whatever_still_works_in_it(
     bench: Any, shard: Any, record: Any, limited: Any, busy: str
@@ -592,7 +677,7 @@ def test_pieces_that_had_not_started_are_never_started(bench: Any, shard: Any, r
     assert len(decoded) == count < 16
 
 
-@pytest.mark.parametrize("name", ["fill", "dispatch"])
+@pytest.mark.parametrize("name", ["settle", "fill", "dispatch", "write"])
 def test_a_run_that_gets_no_thread_ends_with_that_error(
     bench: Any, shard: Any, record: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -617,9 +702,13 @@ def test_one_executor_survives_every_kind_of_failure_in_turn(bench: Any, shard: 
     def write(scored: Any) -> None:
         raise Broken
 
-    for round_ in range(3):
-        with pytest.raises(Broken):
-            opened.run([shard(range(1, 33), refuse_rows(5 + 4 * round_))], record())
+    def decode(id: int) -> None:
+        if id == 9:
+            raise DatasetError("the file changed", stage="dataset")
+
+    for _ in range(3):
+        with pytest.raises(DatasetError):
+            opened.run([shard(range(1, 33), decode)], record())
         with pytest.raises(Broken):
             opened.run([shard(range(1, 33))], write)
         opened.engine.during = refuse_rows(7)
@@ -632,8 +721,10 @@ def test_a_closed_executor_refuses_to_run_and_does_not_hang(bench: Any, shard: A
     opened.run([shard(range(8))], record())
     opened.executor.close()
     opened.executor.close()
-    with pytest.raises(RuntimeError, match="shutdown"):
-        opened.run([shard(range(8))], record())
+    written = record()
+    with pytest.raises(RuntimeError, match="closed"):
+        opened.run([shard(range(8))], written)
+    assert written.spans == []
 
 
 # --- what a run says about itself
@@ -672,7 +763,8 @@ def test_the_slow_stage_is_named_as_the_bottleneck(
     assert stats.bottleneck == slow
     assert relief in stats.relief
     others = [stage.occupancy for name, stage in stats.stages.items() if name != slow]
-    assert max(others) < 0.6 < stats.stages[slow].occupancy <= 1.001
+    assert max(others) < stats.stages[slow].occupancy <= 1.001
+    assert stats.stages[slow].occupancy > 0.35  # of sixteen workers, three that are never idle would be 0.19
 
 
 def test_a_decoder_limited_by_the_ring_is_the_bottleneck_before_a_busy_engine(
@@ -683,3 +775,29 @@ def test_a_decoder_limited_by_the_ring_is_the_bottleneck_before_a_busy_engine(
     rows = shard(range(64), lambda id: time.sleep(0.02) if id % 4 == 0 else None, piece_rows=4)
     stats = opened.run([rows], record())
     assert stats.bottleneck == "decode"
+
+
+# --- the fault plan
+
+
+def test_the_fault_plan_is_told_of_each_batch_before_and_after(bench: Any, shard: Any, record: Any) -> None:
+    told: list[str] = []
+    written = record(lambda scored: told.append("write"))
+    bench(slots=1, options={"faults": told.append}).run([shard(range(1, 11))], written)
+    assert told == ["before decode", "after decode", "before enqueue", "after enqueue", "write"] * 3
+
+
+@pytest.mark.parametrize("point", ["before decode", "after decode", "before enqueue", "after enqueue"])
+def test_what_a_fault_plan_raises_ends_the_run(bench: Any, shard: Any, record: Any, point: str) -> None:
+    told: list[str] = []
+
+    def faults(reached: str) -> None:
+        told.append(reached)
+        if reached == point and told.count(point) == 2:
+            raise Broken
+
+    opened, rows, written = bench(options={"faults": faults}), shard(range(1, 33)), record()
+    with pytest.raises(Broken):
+        opened.run([rows], written)
+    assert written.ids == [1, 2, 3, 4]
+    opened.assert_idle_and_usable(rows)

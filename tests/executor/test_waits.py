@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 import threading
+import time
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,12 +15,15 @@ import pytest
 
 from gpu_runtime.device.host import HostDevice
 from gpu_runtime.device.simulated import SimulatedDevice
+from gpu_runtime.errors import DatasetError
 from gpu_runtime.executor import pipeline
 
 Edit = tuple[str, str]
 RING = [(2, 1), (3, 1), (4, 2)]  # (slots, streams)
 
-WRITE = "            self._write(ScoredBatch("
+WRITE = """\
+            with self._clock.at("write"):
+                self._write("""
 RETIRE = """\
             for tensor in (*flight.slot.inputs, *flight.slot.outputs):
                 executor.device.retire(tensor.staging, tensor.buffer)
@@ -152,26 +156,62 @@ def test_a_rescue_needs_the_waits_too(bench: Any, shard: Any, record: Any, execu
     assert outcomes == [True, False]
 
 
-@pytest.mark.parametrize(("edits", "waits"), [([], True), ([("            self._settle()\n", "")], False)])
-def test_the_end_of_a_run_waits_for_the_device(
-    bench: Any, shard: Any, record: Any, executor_module: Any, edits: list[Edit], waits: bool
-) -> None:
-    at_work, let_go = threading.Event(), threading.Event()
+PIECES = "                _await_all(flight.pieces)\n"
+LAST_WAITS: dict[str, tuple[str, str, str]] = {  # → (who is at work, the line, with the line before it)
+    "the caller waits for the run to settle": ("source", "            settling.join(patience)\n", ""),
+    "its threads are waited for": ("source", "                thread.join()\n", ""),
+    "the device is waited for": ("compute", "                    event.synchronize()\n", ""),
+    "pieces of a batch that comes too late": ("decode, late", PIECES, "            if self._stop.is_set():\n"),
+    "pieces of a batch that nobody takes": ("decode, left", PIECES, "            if isinstance(flight, _Flight):\n"),
+}
 
-    def compute(ids: list[int]) -> None:
-        if 5 in ids:
+
+@pytest.mark.parametrize("wait", LAST_WAITS)
+@pytest.mark.parametrize("waits", [True, False])
+def test_the_end_of_a_run_waits_for_what_is_at_work(
+    bench: Any, shard: Any, record: Any, executor_module: Any, settled: Any, wait: str, waits: bool
+) -> None:
+    at_work, let_go, ended = threading.Event(), threading.Event(), threading.Event()
+    busy, line, before = LAST_WAITS[wait]
+    edits = [(before + line, before + line.replace(line.strip(), "pass"))]
+
+    def work(stage: str, id: int) -> None:
+        if busy.startswith(stage) and id == 9:
             at_work.set()
             let_go.wait(0.1 if waits else 5)
+            ended.set()
+        if busy == "decode, left" and stage == "decode" and id == 5:  # nobody takes the batches behind this one
+            at_work.wait(5)
+            raise DatasetError("the file changed", stage="dataset")
+
+    def queueing() -> None:
+        if busy == "decode, late" and opened.engine.seen:  # the second batch is queued until the run is ending
+            settled(lambda: opened.executor._abandoned)
+            time.sleep(0.05)  # the run's threads are told right after that
+
+    def source() -> Iterator[Any]:
+        for batch in opened.executor.batches(0, rows):
+            work("source", batch.start + 1)
+            yield batch
 
     def write(scored: Any) -> None:
         at_work.wait(5)
-        raise ArithmeticError
+        if busy != "decode, left":
+            raise ArithmeticError
 
-    opened = bench(during=compute, module=executor_module(edits))
-    with pytest.raises(ArithmeticError):
-        opened.run([shard(range(1, 17))], record(write))
-    assert (opened.engine.working == 0) is waits
-    let_go.set()
+    module = executor_module([] if waits else edits)
+    hooks = {"during": lambda ids: work("compute", ids[0]), "queueing": queueing}
+    opened = bench(slots=4, streams=2, module=module, **hooks)
+    rows = shard(range(1, 17), lambda id: work("decode", id))
+    try:
+        with pytest.raises((ArithmeticError, DatasetError)):
+            opened.run_source(source(), record(write))
+        assert ended.is_set() is waits
+    finally:
+        let_go.set()
+        names = ("fill", "dispatch", "write", "settle")
+        settled(lambda: not [t for t in threading.enumerate() if t.name in names])  # what was left behind ends
+        opened.executor._abandoned = not waits
 
 
 @pytest.mark.parametrize(("slots", "streams"), RING)

@@ -184,6 +184,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Any:
             engine=engine.key,
             engine_set=engines.digest,
             engine_digest=engine.digest,
+            model_digest=exported.digest,
             batch=4,
             streams=1,
             threads=1,

@@ -14,7 +14,9 @@ import torch
 from onnx import helper
 
 from gpu_runtime.artifacts import ArtifactStore
+from gpu_runtime.backends.engine_set import build_engines
 from gpu_runtime.backends.onnxruntime_backend import ReferenceSession
+from gpu_runtime.device.host import cpu_class
 from gpu_runtime.errors import ExportError
 from gpu_runtime.export.onnx_export import export_model
 from gpu_runtime.export.parity import normalized
@@ -123,6 +125,22 @@ def test_an_onnx_file_is_an_equal_source(store: ArtifactStore, make_graph: Any, 
     x = rows(7)
     np.testing.assert_array_equal(ReferenceSession(graph.path)({"x": x})["y"], ReferenceSession(path)({"x": x})["y"])
     assert (graph.inputs, graph.outputs, graph.max_batch) == ((X,), (Y,), 8)
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_one_or_two_equal_scores_can_be_meant(store: ArtifactStore, image_spec: Any, replaced: Any, k: int) -> None:
+    assert not export_model(replaced(image_spec[0], top_k=TopK(k)), store).graph().outputs[1].varies
+
+
+def test_an_outputs_range_goes_with_the_graph_and_with_every_engine_built_of_it(
+    store: ArtifactStore, make_graph: Any, tmp_path: Path
+) -> None:
+    path = matmul(make_graph, tmp_path)
+    for bounds in ((None, None), (None, 9.0), (-9.0, 9.0)):  # the same bytes each time
+        graph = export_model(onnx_spec(path, output_ranges={"y": bounds}), store).graph()
+        assert graph.outputs == (TensorSpec("y", "float32", (3,), *bounds),)
+        engines = build_engines("m", [graph], ["onnxruntime", "openvino"], cpu_class(), store).engines
+        assert {file.outputs for file in engines.values()} == {graph.outputs} and len(engines) == 2
 
 
 def test_weights_listed_among_the_inputs_are_no_inputs(store: ArtifactStore, make_graph: Any, tmp_path: Path) -> None:
@@ -254,10 +272,10 @@ def test_baked_normalisation_and_top_k_equal_numpy(store: ArtifactStore, image_s
     np.testing.assert_array_equal(got["top_index"], order)
     np.testing.assert_allclose(got["top_score"], np.take_along_axis(probability, order, axis=1), rtol=1e-5)
     assert graph.inputs == (PIXELS,)
-    assert [(t.name, t.dtype, t.shape) for t in graph.outputs] == [
-        ("top_index", "int32", (K,)),
-        ("top_score", "float32", (K,)),
-    ]
+    index, score = graph.outputs
+    assert index == TensorSpec("top_index", "int32", (K,), 0)
+    assert score == TensorSpec("top_score", "float32", (K,), 0.0, score.maximum, varies=True)
+    assert score.maximum is not None and 1 < score.maximum < 1.01, "rounding may pass 1"
 
 
 def test_the_reference_normalisation_is_the_formula() -> None:

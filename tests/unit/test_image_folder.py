@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import io
+import mmap
+import os
+import struct
+import warnings
+import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageFile, WebPImagePlugin
 
-from gpu_runtime.datasets import decode
 from gpu_runtime.datasets.image_folder import ImageFolderSource
 from gpu_runtime.datasets.partition import numpy_rows
 from gpu_runtime.errors import DatasetError, SpecError
@@ -30,6 +36,35 @@ def read(root: Path) -> Rows:
     source = source_of(root)
     rows, failures, reader = numpy_rows(source, source.partition(DAY).shards[0])
     return rows["pixels"], {reader.origin(f.row).key: (f.stage, f.reason) for f in failures}
+
+
+def land(root: Path, file: str, content: Any, kind: str | None = None, **save: Any) -> Path:
+    """A file of the day, from bytes or from a picture."""
+    path = root / DAY / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if isinstance(content, Image.Image):
+        content.save(path, kind, **save)
+    else:
+        path.write_bytes(content)
+    return path
+
+
+def encoded(image: Any, kind: str, **save: Any) -> bytearray:
+    stream = io.BytesIO()
+    image.save(stream, kind, **save)
+    return bytearray(stream.getvalue())
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    """A PNG chunk with its checksum."""
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def png(width: int, height: int, rows: bytes, *, bits: int = 8, extra: bytes = b"") -> bytes:
+    """An RGB PNG from its bytes; `extra` chunks stand before the pixels."""
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, bits, 2, 0, 0, 0))
+    pixels = chunk(b"IDAT", zlib.compress(rows))
+    return b"\x89PNG\r\n\x1a\n" + header + extra + pixels + chunk(b"IEND", b"")
 
 
 def halves(row: Any) -> tuple[Any, Any]:
@@ -73,21 +108,90 @@ def test_a_palette_becomes_its_colours(tmp_path: Path) -> None:
     np.testing.assert_allclose(pixels[0, 4, 4].astype(int), RED, atol=3)
 
 
-@pytest.mark.parametrize("mode", ["I", "F"])
-def test_pixels_of_unknown_range_are_not_guessed_at(tmp_path: Path, mode: str) -> None:
-    (tmp_path / DAY).mkdir()
-    Image.new(mode, (16, 16), 1).save(tmp_path / DAY / "a.png", "TIFF")
-    assert "32 bits" in read(tmp_path)[1]["a.png"][1]
+def palette(transparency: Any) -> Any:
+    image = Image.new("RGB", (16, 16), RED).quantize(4)
+    image.info["transparency"] = transparency
+    return image
 
 
-def test_a_picture_taken_sideways_is_turned_upright(tmp_path: Path, write_jpeg: Any) -> None:
+@pytest.mark.parametrize("transparency", [0, bytes([7, 0, 255])], ids=["one colour", "an alpha a colour"])
+def test_a_palette_with_transparency_becomes_its_colours(tmp_path: Path, transparency: Any) -> None:
+    land(tmp_path, "a.png", palette(transparency))
+    pixels, failures = read(tmp_path)
+    assert failures == {}
+    np.testing.assert_allclose(pixels[0, 4, 4].astype(int), RED, atol=3)
+
+
+def test_sixteen_bits_a_colour_become_eight(tmp_path: Path) -> None:
+    row = b"\0" + struct.pack(">3H", 0xC8FF, 0x1000, 0x2080) * 16
+    land(tmp_path, "a.png", png(16, 16, row * 16, bits=16))
+    assert read(tmp_path)[0][0, 4, 4].tolist() == [0xC8, 0x10, 0x20]
+
+
+@pytest.mark.parametrize("kind", ["PNG", "WEBP"])
+def test_of_an_animation_the_first_picture_is_taken(tmp_path: Path, kind: str) -> None:
+    first, second = (Image.new("RGB", (16, 16), colour) for colour in (RED, BLUE))
+    land(tmp_path, "a.png", first, kind, save_all=True, append_images=[second], duration=50, lossless=True)
+    pixels, failures = read(tmp_path)
+    assert (pixels[0, 4, 4].tolist(), failures) == (list(RED), {})
+
+
+UPRIGHT = np.random.default_rng(0).integers(0, 256, (24, 16, 3)).astype(np.uint8)
+STORED = {  # orientation → how a camera stores the upright picture
+    1: lambda upright: upright,
+    2: lambda upright: upright[:, ::-1],
+    3: lambda upright: upright[::-1, ::-1],
+    4: lambda upright: upright[::-1],
+    5: lambda upright: upright.transpose(1, 0, 2),
+    6: lambda upright: np.rot90(upright),
+    7: lambda upright: np.rot90(upright, 2).transpose(1, 0, 2),
+    8: lambda upright: np.rot90(upright, -1),
+    0: lambda upright: upright,  # 0 and 9 mean nothing
+    9: lambda upright: upright,
+}
+
+
+@pytest.mark.parametrize("kind", ["PNG", "WEBP"])
+@pytest.mark.parametrize("orientation", STORED)
+def test_a_picture_gives_the_same_row_however_the_camera_was_held(tmp_path: Path, orientation: int, kind: str) -> None:
     exif = Image.Exif()
-    exif[0x0112] = 3  # upside down: left and right change places
+    exif[0x0112] = orientation
+    stored = Image.fromarray(np.ascontiguousarray(STORED[orientation](UPRIGHT)))
+    land(tmp_path, "held.png", stored, kind, exif=exif, lossless=True)
+    land(tmp_path, "upright.png", Image.fromarray(UPRIGHT))
+    pixels, failures = read(tmp_path)
+    assert failures == {}
+    np.testing.assert_array_equal(pixels[0], pixels[1])
+
+
+@pytest.mark.parametrize("orientation", [3, 6])
+def test_a_jpeg_taken_sideways_is_turned_upright(tmp_path: Path, write_jpeg: Any, orientation: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
     write_jpeg(tmp_path / DAY / "a.jpg", RED, BLUE, exif=exif)
     pixels, _ = read(tmp_path)
-    left, right = halves(pixels[0])
-    np.testing.assert_allclose(left, BLUE, atol=12)
-    np.testing.assert_allclose(right, RED, atol=12)
+    shown = {3: halves(pixels[0]), 6: halves(pixels[0].transpose(1, 0, 2))}[orientation]  # 6: left is now above
+    np.testing.assert_allclose(shown, {3: (BLUE, RED), 6: (RED, BLUE)}[orientation], atol=12)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+def test_damaged_exif_data_turn_nothing(tmp_path: Path, kind: str) -> None:
+    land(tmp_path, "a.png", Image.new("RGB", (16, 16), RED), kind, exif=b"Exif\0\0no directory of tags")
+    pixels, failures = read(tmp_path)
+    assert failures == {}
+    np.testing.assert_allclose(pixels[0, 4, 4].astype(int), RED, atol=3)
+
+
+def test_a_reduced_jpeg_keeps_what_the_target_can_show(tmp_path: Path) -> None:
+    """A wide picture and a wide, low input: the low side must not decide how far the JPEG is reduced."""
+    stripes = np.zeros((200, 1600, 3), np.uint8)
+    stripes[:, np.arange(1600) // 8 % 2 == 0] = 250
+    land(tmp_path, "a.jpg", Image.fromarray(stripes), quality=95)
+    land(tmp_path, "b.png", Image.fromarray(stripes))
+    source = replace(source_of(tmp_path), inputs=(TensorSpec("pixels", "uint8", (8, 64, 3)),))
+    rows, _, _ = numpy_rows(source, source.partition(DAY).shards[0])
+    jpeg, lossless = rows["pixels"].astype(int)
+    assert abs(jpeg - lossless).max() < 40
 
 
 def test_the_centre_square_is_taken(tmp_path: Path) -> None:
@@ -121,26 +225,198 @@ def test_a_truncated_picture_is_a_hole_and_never_half_grey(tmp_path: Path, kept:
     assert not pixels.any()
 
 
+NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3)).astype(np.uint8))
+
+
+@pytest.mark.parametrize("kept", [0.02, 0.1, 0.5, 0.9, 0.99])
+@pytest.mark.parametrize("kind", ["PNG", "WEBP", "BMP"])
+def test_a_truncated_picture_of_any_format_is_a_hole(tmp_path: Path, kind: str, kept: float) -> None:
+    whole = encoded(NOISE, kind)
+    land(tmp_path, "a.png", whole[: int(kept * len(whole))])
+    assert read(tmp_path)[1] == {"a.png": ("decode", "not a whole picture")}
+
+
+@pytest.mark.parametrize("ends_with", [b"\0\0\0\0IEND\xaeB`\x82", b"IEND\xaeB`\x82"])
+def test_a_png_without_its_end_is_a_hole(tmp_path: Path, ends_with: bytes) -> None:
+    land(tmp_path, "a.png", encoded(NOISE, "PNG").removesuffix(ends_with))
+    assert read(tmp_path)[1] == {"a.png": ("decode", "not a whole picture")}
+
+
+def test_a_png_whose_pixels_fail_their_checksum_is_a_hole(tmp_path: Path) -> None:
+    whole = encoded(NOISE, "PNG")
+    pixels = whole.index(b"IDAT")
+    whole[whole.index(b"IEND") - 5] ^= 1  # the checksum's last byte: Pillow alone would not notice
+    Image.open(io.BytesIO(whole)).load()
+    land(tmp_path, "a.png", whole)
+    flipped = encoded(NOISE, "PNG", compress_level=0)
+    flipped[pixels + 200] ^= 1
+    land(tmp_path, "b.png", flipped)
+    assert read(tmp_path)[1] == dict.fromkeys(("a.png", "b.png"), ("decode", "not a whole picture"))
+
+
+UNKNOWN = "not a JPEG, PNG, WebP or BMP picture"
+
+
 @pytest.mark.parametrize(
-    ("content", "reason"), [(b"", "the file is empty"), (b"<html>not found</html>", "not a whole picture")]
+    ("content", "reason"),
+    [
+        (b"", "the file is empty"),
+        (b"<html>not found</html>", UNKNOWN),
+        (b"RIFF\0\0\0\0WAVE", UNKNOWN),
+        (encoded(NOISE, "GIF"), UNKNOWN),
+        (encoded(NOISE, "EPS"), UNKNOWN),  # Pillow would start Ghostscript
+        (b"\xff\xd8\xff", "not a whole picture"),
+        (b"RIFF\0\0\0\0WEBPVP8?" + bytes(40), "not a whole picture"),
+        (b"BM", "not a whole picture"),
+        (png(0, 16, b""), "not a whole picture"),
+    ],
+    ids=["empty", "page", "sound", "GIF", "EPS", "JPEG", "WebP", "BMP", "no width"],
 )
 def test_what_is_no_picture_is_a_hole(tmp_path: Path, write_jpeg: Any, content: bytes, reason: str) -> None:
     write_jpeg(tmp_path / DAY / "a.jpg", RED, RED)
-    (tmp_path / DAY / "b.jpg").write_bytes(content)
+    land(tmp_path, "b.jpg", content)
     write_jpeg(tmp_path / DAY / "c.jpg", BLUE, BLUE)
     pixels, failures = read(tmp_path)
     assert failures == {"b.jpg": ("decode", reason)}
     np.testing.assert_allclose(pixels[:, 4, 4].astype(int), [RED, (0, 0, 0), BLUE], atol=12)
 
 
-def test_a_picture_of_too_many_pixels_is_refused_unopened(
-    tmp_path: Path, write_jpeg: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "BMP"])
+def test_the_name_does_not_say_what_a_file_holds(tmp_path: Path, kind: str) -> None:
+    for suffix in ("jpg", "png", "webp", "bmp", "JPEG"):
+        land(tmp_path, f"a.{suffix}", Image.new("RGB", (16, 16), RED), kind)
+    pixels, failures = read(tmp_path)
+    assert failures == {}
+    np.testing.assert_allclose(pixels[:, 4, 4].astype(int), [RED] * 5, atol=6)
+
+
+def huge(kind: str, side: int) -> bytes:
+    """A small picture whose header claims `side` × `side` pixels."""
+    if kind == "PNG":
+        return png(side, side, b"\0" * 64)
+    save = {"WEBP VP8L": {"lossless": True}, "WEBP VP8X": {"exif": b"Exif\0\0II*\0\x08\0\0\0\0\0"}}.get(kind, {})
+    data = encoded(Image.new("RGB", (16, 16)), kind.split()[0], **save)
+    if kind == "JPEG":
+        struct.pack_into(">HH", data, data.index(b"\xff\xc0") + 5, side, side)
+    if kind == "BMP":
+        struct.pack_into("<ii", data, 18, side, -side)
+    if kind.startswith("WEBP"):
+        assert bytes(data[12:16]).decode().strip() == kind.split()[1]
+    if kind == "WEBP VP8":
+        struct.pack_into("<HH", data, 26, side, side)
+    if kind == "WEBP VP8L":
+        struct.pack_into("<I", data, 21, side - 1 | side - 1 << 14)
+    if kind == "WEBP VP8X":
+        data[24:30] = (side - 1).to_bytes(3, "little") * 2
+    return bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sides"),
+    [
+        ("JPEG", (8_001, 10_000, 65_535)),
+        ("PNG", (8_001, 10_000, 2**31 - 1)),
+        ("BMP", (8_001, 10_000, 2**31 - 1)),
+        ("WEBP VP8", (8_001, 10_000, 16_383)),
+        ("WEBP VP8L", (8_001, 10_000, 16_384)),
+        ("WEBP VP8X", (8_001, 10_000, 2**24)),
+    ],
+)
+def test_a_picture_of_too_many_pixels_takes_no_memory(
+    tmp_path: Path, kind: str, sides: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_jpeg(tmp_path / DAY / "small.jpg", size=16)
-    write_jpeg(tmp_path / DAY / "bomb.jpg", size=64)
-    monkeypatch.setattr(decode, "MAX_PIXELS", 1000)
-    monkeypatch.setattr(Image.Image, "convert", lambda *_: pytest.fail("decoded"))
-    assert read(tmp_path)[1] == {"bomb.jpg": ("decode", "more than 1000 pixels")}
+    """Below, between and above the limits at which Pillow warns and raises."""
+    for side in sides:
+        land(tmp_path, f"{side}.jpg", huge(kind, side))
+    for owner, name in (
+        (ImageFile.ImageFile, "load"),
+        (WebPImagePlugin.WebPImageFile, "load"),
+        (WebPImagePlugin._webp, "WebPAnimDecoder"),
+    ):
+        monkeypatch.setattr(owner, name, lambda *_: pytest.fail("decoded"))
+    reason = ("decode", "more than 64000000 pixels")
+    assert read(tmp_path)[1] == {f"{side}.jpg": reason for side in sides}
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        chunk(b"zTXt", b"k\0\0" + zlib.compress(bytes(2**26))),
+        chunk(b"iTXt", b"k\0\1\0\0\0" + zlib.compress(bytes(2**26))),
+        chunk(b"iCCP", b"k\0\0" + zlib.compress(bytes(2**26))),
+    ],
+    ids=["zTXt", "iTXt", "iCCP"],
+)
+def test_metadata_that_unpack_to_much_are_refused(tmp_path: Path, extra: bytes) -> None:
+    land(tmp_path, "a.png", png(16, 16, (b"\0" + bytes(48)) * 16, extra=extra))
+    assert read(tmp_path)[1] == {"a.png": ("decode", "not a whole picture")}
+
+
+def test_a_file_too_large_for_any_picture_is_refused_unread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with land(tmp_path, "a.jpg", b"\xff\xd8\xff").open("r+b") as sparse:
+        sparse.truncate(512_000_001)
+    monkeypatch.setattr(Path, "read_bytes", lambda _: pytest.fail("read"))
+    assert read(tmp_path)[1] == {"a.jpg": ("decode", "more than 512000000 bytes")}
+
+
+def test_a_jpeg_of_endless_scans_is_refused_undecoded(tmp_path: Path) -> None:
+    scans = encoded(NOISE, "JPEG", progressive=True)
+    last = scans.rindex(b"\xff\xda")
+    land(tmp_path, "a.jpg", scans[:-2] + scans[last:-2] * 1_000 + scans[-2:])
+    land(tmp_path, "b.jpg", scans)
+    assert read(tmp_path)[1] == {"a.jpg": ("decode", "more than 1000 scans")}
+
+
+def test_rotten_files_print_nothing(tmp_path: Path) -> None:
+    land(tmp_path, "bytes.png", palette(bytes([7, 0, 255])))
+    land(tmp_path, "large.bmp", huge("BMP", 10_000))
+    land(tmp_path, "tags.jpg", Image.new("RGB", (16, 16)), exif=b"Exif\0\0II*\0\x08\0\0\0\x09\0")
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        read(tmp_path)
+    assert seen == []
+
+
+def test_no_file_is_mapped_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mapped file that is cut short meanwhile ends the process."""
+    land(tmp_path, "a.bmp", Image.new("L", (16, 16), 100))
+    monkeypatch.setattr(mmap, "mmap", lambda *_, **__: pytest.fail("mapped"))
+    assert read(tmp_path)[0][0, 4, 4].tolist() == [100] * 3
+
+
+def test_no_memory_is_not_the_rows_fault(tmp_path: Path, write_jpeg: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def exhausted(*_: Any, **__: Any) -> Any:
+        raise MemoryError
+
+    write_jpeg(tmp_path / DAY / "a.jpg")
+    monkeypatch.setattr(ImageFile.ImageFile, "load", exhausted)
+    with pytest.raises(MemoryError):
+        read(tmp_path)
+
+
+def test_a_file_that_cannot_be_read_is_a_hole(tmp_path: Path, write_jpeg: Any) -> None:
+    path = write_jpeg(tmp_path / DAY / "a.jpg")
+    source = source_of(tmp_path)
+    shard = source.partition(DAY).shards[0]
+    path.unlink()
+    path.mkdir()
+    (path / "inside").touch()
+    _, failures, _ = numpy_rows(source, shard)
+    assert [failure.reason for failure in failures] == ["the file cannot be read"]
+
+
+def test_a_name_that_is_no_text_is_escaped(tmp_path: Path, write_jpeg: Any) -> None:
+    write_jpeg(tmp_path / DAY / os.fsdecode(b"caf\xe9.jpg"), RED, RED)
+    source = source_of(tmp_path)
+    rows, failures, reader = numpy_rows(source, source.partition(DAY).shards[0])
+    origin = reader.origin(0)
+    assert (origin.key, origin.file, reader.origins(0, 1)[0]) == (
+        r"caf\udce9.jpg",
+        r"caf\udce9.jpg",
+        [r"caf\udce9.jpg"],
+    )
+    assert failures == []
+    np.testing.assert_allclose(rows["pixels"][0, 4, 4].astype(int), RED, atol=12)
 
 
 def test_a_file_that_vanished_is_a_hole(tmp_path: Path, write_jpeg: Any) -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import itertools
+import os
+import struct
 from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +34,18 @@ def day_of(root: Path, table: dict[str, Any], file: str = "part-0.parquet") -> P
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.table(table), path)
     return path
+
+
+def refusal(source: ParquetSource) -> DatasetError:
+    with pytest.raises(DatasetError) as caught:
+        read(source)
+    return caught.value
+
+
+def broken_text(*cells: bytes) -> Any:
+    """A text column whose cells are bytes that nobody checked."""
+    ends = np.cumsum([0, *map(len, cells)]).astype(np.int32)
+    return pa.Array.from_buffers(pa.string(), len(cells), [None, pa.py_buffer(ends), pa.py_buffer(b"".join(cells))])
 
 
 def one_column(root: Path, spec: TensorSpec, values: Any) -> tuple[Any, dict[int, str]]:
@@ -114,24 +130,129 @@ def test_a_row_without_a_key_column_or_value_is_named_by_its_position(flights: A
     assert keys == [["x", "part-0.parquet#1", "z"], [f"part-0.parquet#{i}" for i in range(3)]]
 
 
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        (["x", "x", "y"], ["x", "x", "y"]),
+        ([7, None, 8], ["7", "part-0.parquet#1", "8"]),
+        (pa.array(["x", None, "y"]).dictionary_encode(), ["x", "part-0.parquet#1", "y"]),
+        (pa.nulls(3), [f"part-0.parquet#{i}" for i in range(3)]),
+        (broken_text(b"x", b"\xff\xfe", b"y"), ["x", "part-0.parquet#1", "y"]),
+        (pa.array([0, 2**60, 1], pa.timestamp("us")), ["1970-01-01 00:00:00", "part-0.parquet#1", None]),
+    ],
+    ids=["twice", "numbers", "dictionary", "nulls", "no UTF-8", "after the year 9999"],
+)
+def test_a_key_that_is_null_or_unspeakable_is_replaced_by_the_position(
+    flights: Any, tmp_path: Path, keys: Any, expected: list[str | None]
+) -> None:
+    flights.write_day(tmp_path, DAY, 3, id=keys)
+    _, failures, reader = read(flights.source(tmp_path))
+    found, _, positions = reader.origins(0, 3)
+    assert [key for key, wanted in zip(found, expected, strict=True) if wanted] == [key for key in expected if key]
+    assert (positions, [reader.origin(i).key for i in range(3)], failures) == ([0, 1, 2], found, [])
+
+
+@pytest.mark.parametrize(
+    ("labels", "expected"),
+    [
+        (pa.array([1, 0, None]).dictionary_encode(), [1.0, 0.0, np.nan]),
+        (pa.array([True, False, None]), [1.0, 0.0, np.nan]),
+        (pa.nulls(3), [np.nan] * 3),
+        (pa.array([2**53 + 1, 2**63 - 1, 1]), [2.0**53, 2.0**63, 1.0]),
+    ],
+    ids=["dictionary", "booleans", "nulls", "large"],
+)
+def test_labels_of_any_number_type_become_floats(flights: Any, tmp_path: Path, labels: Any, expected: Any) -> None:
+    flights.write_day(tmp_path, DAY, 3, late=labels)
+    np.testing.assert_array_equal(read(flights.source(tmp_path))[2].labels(), expected)
+
+
 def test_rows_without_a_label_have_nan(flights: Any, tmp_path: Path) -> None:
     flights.write_day(tmp_path, DAY, 3, late=[1, None, 0])
     np.testing.assert_array_equal(read(flights.source(tmp_path))[2].labels(), [1.0, np.nan, 0.0])
     assert read(flights.source(tmp_path, label=None))[2].labels() is None
 
 
-@pytest.mark.parametrize("kind", [pa.int8(), pa.int64(), pa.uint16(), pa.float16(), pa.float64(), pa.bool_()])
-def test_any_number_fits_a_float_input(tmp_path: Path, kind: Any) -> None:
-    values, reasons = one_column(tmp_path, FLOAT, pa.array([0, 1, 1], pa.int64()).cast(kind))
-    assert values.tolist() == [0.0, 1.0, 1.0]
+@pytest.mark.parametrize("encode", [pa.array, lambda array: array.dictionary_encode()], ids=["plain", "dictionary"])
+@pytest.mark.parametrize(
+    "kind", [pa.int8(), pa.int64(), pa.uint16(), pa.float16(), pa.float32(), pa.float64(), pa.bool_()], ids=str
+)
+@pytest.mark.parametrize("spec", [FLOAT, INT, BYTE, TensorSpec("v", "bool"), TensorSpec("v", "float16")], ids=str)
+def test_any_number_fits_any_input(tmp_path: Path, spec: TensorSpec, kind: Any, encode: Any) -> None:
+    values, reasons = one_column(tmp_path, spec, encode(pa.array([0, None, 1], pa.int64()).cast(kind)))
+    assert values.tolist() == [0, 0, 1]
+    assert reasons == {1: "column 'v' is null"}
+
+
+@pytest.mark.parametrize(
+    ("spec", "kind", "values"),
+    [
+        (FLOAT, pa.int64(), [2**53 + 1, 2**62 + 2**38 + 1, -(2**63)]),
+        (FLOAT, pa.uint64(), [2**64 - 1, 2**63 + 2**39 + 1, 1]),
+        (TensorSpec("v", "float16"), pa.int32(), [2049, 65504, -65504]),
+        (FLOAT, pa.float64(), [0.1, 1e-46, 3.4028234e38]),
+    ],
+    ids=str,
+)
+def test_a_number_becomes_the_nearest_float(tmp_path: Path, spec: TensorSpec, kind: Any, values: list[Any]) -> None:
+    made, reasons = one_column(tmp_path, spec, pa.array(values, kind))
     assert reasons == {}
+    for row, value in zip(made, values, strict=True):
+        with np.errstate(over="ignore"):
+            neighbours = [np.nextafter(row, row.dtype.type(way)) for way in (-np.inf, np.inf)]
+        off = abs(Fraction(float(row)) - Fraction(value))
+        assert all(off <= abs(Fraction(float(n)) - Fraction(value)) for n in neighbours if np.isfinite(n))
 
 
-def test_a_dictionary_of_text_is_text(flights: Any, tmp_path: Path) -> None:
-    flights.write_day(tmp_path, DAY, 3, carrier=pa.array(["UA", "AA", None]).dictionary_encode())
+@pytest.mark.parametrize(
+    "carriers",
+    [
+        pa.array(["UA", "AA", None]).dictionary_encode(),
+        pa.array(["UA", "AA", None], pa.large_string()),
+        pa.array(["UA", "AA", None], pa.string_view()),
+        pa.array(["UA", "AA", None], pa.large_string()).dictionary_encode(),
+    ],
+    ids=lambda array: str(array.type),
+)
+def test_text_of_any_kind_is_text(flights: Any, tmp_path: Path, carriers: Any) -> None:
+    flights.write_day(tmp_path, DAY, 3, carrier=carriers)
     rows, failures, _ = read(flights.source(tmp_path))
     assert rows["carrier"].tolist()[:2] == [2, 0]
     assert [(f.row, f.reason) for f in failures] == [(2, "column 'carrier' is null")]
+
+
+def test_empty_row_groups_between_others_hide_no_row(flights: Any, tmp_path: Path) -> None:
+    whole = flights.table(30)
+    (tmp_path / DAY).mkdir()
+    with pq.ParquetWriter(tmp_path / DAY / "a.parquet", whole.schema) as writer:
+        for start, stop in ((0, 0), (0, 10), (10, 10), (10, 10), (10, 30), (30, 30)):
+            writer.write_table(whole.slice(start, stop - start))
+    for rows_per_shard in (1, 15, 1000):
+        source = flights.source(tmp_path, rows_per_shard=rows_per_shard)
+        readers = [(numpy_rows(source, shard)) for shard in source.partition(DAY).shards]
+        np.testing.assert_array_equal(
+            np.concatenate([r["numbers"] for r, _, _ in readers]), flights.rows(30)["numbers"]
+        )
+        keys = [reader.origin(i).key for _, _, reader in readers for i in range(reader.rows)]
+        assert keys == [f"flight-0-{i}" for i in range(30)]
+
+
+def test_columns_that_nobody_needs_may_be_of_any_kind(flights: Any, tmp_path: Path) -> None:
+    path = flights.write_day(tmp_path, DAY, 3, list=[[1], [2], None], struct=[{"a": 1}] * 3)
+    table = pq.read_table(path)
+    pq.write_table(
+        table.append_column("twice", pa.array([1, 2, 3])).append_column("twice", pa.array(["x", "y", "z"])), path
+    )
+    rows, failures, _ = read(flights.source(tmp_path))
+    np.testing.assert_array_equal(rows["numbers"], flights.rows(3)["numbers"])
+    assert failures == []
+
+
+def test_a_file_is_known_by_its_suffix_in_any_case_and_a_folder_is_none(flights: Any, tmp_path: Path) -> None:
+    flights.write_day(tmp_path, DAY, 3, file="table.parquet/part-0.PARQUET")
+    flights.write_day(tmp_path, DAY, 3, file="table.parquet/_metadata.parquet")
+    flights.write_day(tmp_path, DAY, 3, file="table.parquet/.part-1.parquet")
+    assert [s.files[0].path for s in flights.source(tmp_path).partition(DAY).shards] == ["table.parquet/part-0.PARQUET"]
 
 
 # Bad rows
@@ -149,6 +270,7 @@ def test_a_dictionary_of_text_is_text(flights: Any, tmp_path: Path) -> None:
         ({"carrier": ["AA", "ZZ-SECRET", "UA"]}, "column 'carrier' holds an unknown category"),
         ({"carrier": ["AA", "", "UA"]}, "column 'carrier' holds an unknown category"),
         ({"carrier": ["AA", None, "UA"]}, "column 'carrier' is null"),
+        ({"carrier": broken_text(b"AA", b"\xff\xfe", b"UA")}, "column 'carrier' holds an unknown category"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -186,9 +308,15 @@ def test_a_reason_never_holds_the_value(tmp_path: Path) -> None:
         (INT, pa.array([2**64 - 1, 2**63 - 1], pa.uint64()), [0]),
         (INT, pa.array([2**63 - 1, -(2**63)], pa.int64()), []),
         (TensorSpec("v", "int32"), [2**31, 2**31 - 1, -(2**31), -(2**31) - 1], [0, 3]),
+        (TensorSpec("v", "int32"), [2**53 + 1, -(2**63), 2**31 - 1], [0, 1]),
+        (TensorSpec("v", "int32"), pa.array([2**64 - 1, 2**31, 2**31 - 1], pa.uint64()), [0, 1]),
+        (TensorSpec("v", "int32"), pa.array([0.5, 65504.0, 1.0], pa.float16()), [0]),
+        (TensorSpec("v", "bool"), [0, 1, 2, -1], [2, 3]),
+        (TensorSpec("v", "bool"), [0.0, 1.0, 0.5], [2]),
     ],
     ids=str,
 )
+@pytest.mark.filterwarnings("error")
 def test_a_number_outside_its_range_or_type_never_reaches_the_device(
     tmp_path: Path, spec: TensorSpec, values: Any, bad: list[int]
 ) -> None:
@@ -200,6 +328,12 @@ def test_a_number_outside_its_range_or_type_never_reaches_the_device(
         int(given[row]) for row in kept if spec.dtype != "float32"
     ]
     assert all(made[row] == 0 for row in bad), "an id outside the table must not stay in the batch"
+
+
+def test_a_value_too_large_for_its_float_does_not_stay_in_the_batch(tmp_path: Path) -> None:
+    made, reasons = one_column(tmp_path, TensorSpec("v", "float16"), [65504.0, 65520.0, -1e6])
+    assert made.tolist() == [65504.0, 0.0, 0.0]
+    assert reasons == dict.fromkeys((1, 2), "column 'v' does not fit float16")
 
 
 @pytest.mark.parametrize("kind", [pa.null(), pa.float64(), pa.int32(), pa.bool_()])
@@ -220,9 +354,15 @@ def test_a_text_column_of_nulls_quarantines_every_row(flights: Any, tmp_path: Pa
 
 def test_a_missing_column_is_named_with_its_file(flights: Any, tmp_path: Path) -> None:
     flights.write_day(tmp_path, DAY, 3, b=None)
-    with pytest.raises(DatasetError, match="column 'b' is missing") as caught:
-        read(flights.source(tmp_path))
-    assert caught.value.item == f"{DAY}/part-0.parquet"
+    error = refusal(flights.source(tmp_path))
+    assert (error.item, error.what) == (f"{DAY}/part-0.parquet", "the column 'b' is missing")
+    assert (error.expected, error.got) == ("one column each of a, b, c, d, carrier, id", "a, c, carrier, d, id, late")
+
+
+def test_a_file_without_columns_is_an_error(flights: Any, tmp_path: Path) -> None:
+    day_of(tmp_path, {"v": [1]})
+    pq.write_table(pq.read_table(tmp_path / DAY).select([]), tmp_path / DAY / "part-0.parquet")
+    assert refusal(flights.source(tmp_path)).got == "no column"
 
 
 def test_the_key_must_be_there_too(flights: Any, tmp_path: Path) -> None:
@@ -248,27 +388,77 @@ def test_a_label_that_is_no_number_is_an_error(flights: Any, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("column", "values", "expected", "got"),
     [
-        {"b": ["1.5", "2.5"]},
-        {"b": [Decimal("1.5"), Decimal("2.5")]},
-        {"b": [datetime.date(2026, 1, 1)] * 2},
-        {"b": [[1.0], [2.0]]},
-        {"carrier": [0, 1]},
+        ("b", ["1.5", "2.5"], "a number", "string"),
+        ("b", pa.array(["1.5", "2.5"]).dictionary_encode(), "a number", "dictionary"),
+        ("b", [Decimal("1.5"), Decimal("2.5")], "a number", "decimal128"),
+        ("b", [datetime.date(2026, 1, 1)] * 2, "a number", "date32"),
+        ("b", pa.array([1, 2], pa.timestamp("us")), "a number", "timestamp"),
+        ("b", pa.array([1, 2], pa.duration("us")), "a number", "duration"),
+        ("b", [b"1", b"2"], "a number", "binary"),
+        ("b", [[1.0], [2.0]], "a number", "list"),
+        ("b", [{"x": 1.0}, {"x": 2.0}], "a number", "struct"),
+        ("carrier", [0, 1], "text", "int64"),
+        ("carrier", [b"AA", b"UA"], "text", "binary"),
+        ("carrier", [["AA"], ["UA"]], "text", "list"),
+        ("id", [["x"], ["y"]], "one value a row", "list"),
+        ("id", [{"x": 1}, {"x": 2}], "one value a row", "struct"),
     ],
-    ids=lambda change: next(iter(change)) + " " + type(next(iter(change.values()))[0]).__name__,
+    ids=str,
 )
-def test_a_column_of_another_type_is_an_error(flights: Any, tmp_path: Path, change: dict[str, Any]) -> None:
-    flights.write_day(tmp_path, DAY, 2, **change)
-    with pytest.raises(DatasetError, match=f"column '{next(iter(change))}' has another type"):
-        read(flights.source(tmp_path))
+def test_a_column_of_another_type_is_an_error(
+    flights: Any, tmp_path: Path, column: str, values: Any, expected: str, got: str
+) -> None:
+    flights.write_day(tmp_path, DAY, 2, **{column: values})
+    error = refusal(flights.source(tmp_path))
+    assert f"column {column!r} has another type" in error.what
+    assert (error.item, error.expected) == (f"{DAY}/part-0.parquet", expected)
+    assert error.got is not None and error.got.startswith(got)
 
 
-def test_a_file_that_is_no_parquet_is_an_error(flights: Any, tmp_path: Path) -> None:
+def test_a_key_that_is_an_input_too_must_be_a_number(tmp_path: Path) -> None:
+    day_of(tmp_path, {"v": ["1", "2"]})
+    assert refusal(ParquetSource(str(tmp_path), (FLOAT,), {"v": ("v",)}, row_key="v")).expected == "a number"
+
+
+@pytest.mark.parametrize("column", ["b", "id", "late"])
+def test_a_column_that_stands_twice_in_a_file_is_an_error(flights: Any, tmp_path: Path, column: str) -> None:
     path = flights.write_day(tmp_path, DAY, 3)
-    path.write_bytes(path.read_bytes()[:-4])
-    with pytest.raises(DatasetError, match="not a readable Parquet file"):
-        flights.source(tmp_path).partition(DAY)
+    table = pq.read_table(path)
+    pq.write_table(table.append_column(column, table.column(column)), path)
+    source = flights.source(tmp_path)
+    with pytest.raises(DatasetError, match=f"column '{column}' is ambiguous") as caught:
+        read(source)[2].labels()
+    assert caught.value.item == f"{DAY}/part-0.parquet"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: b"",
+        lambda data: b"<html>SECRET</html>" * 9,
+        lambda data: data[:-4],
+        lambda data: data[: len(data) // 2],
+        lambda data: data[: len(data) // 2] + data[-400:],
+        lambda data: data[:-8] + b"\xff\xff\xff\x7fPAR1",
+        lambda data: data[:-200] + bytes(192) + data[-8:],
+    ],
+    ids=["empty", "page", "no end", "half", "no middle", "endless footer", "footer of zeros"],
+)
+def test_a_file_that_is_no_whole_parquet_is_an_error(flights: Any, tmp_path: Path, damage: Any) -> None:
+    path = flights.write_day(tmp_path, DAY, 300)
+    path.write_bytes(damage(path.read_bytes()))
+    error = refusal(flights.source(tmp_path))
+    assert (error.item, error.expected) == (f"{DAY}/part-0.parquet", "a whole Parquet file")
+    assert "SECRET" not in str(error)
+
+
+def test_a_link_to_nowhere_is_an_error(flights: Any, tmp_path: Path) -> None:
+    (tmp_path / DAY).mkdir()
+    (tmp_path / DAY / os.fsdecode(b"caf\xe9.parquet")).symlink_to("gone")
+    error = refusal(flights.source(tmp_path))
+    assert error.item == rf"{DAY}/caf\udce9.parquet"
 
 
 def test_a_file_with_damaged_pages_is_an_error(flights: Any, tmp_path: Path) -> None:
@@ -278,6 +468,54 @@ def test_a_file_with_damaged_pages_is_an_error(flights: Any, tmp_path: Path) -> 
     path.write_bytes(data)
     with pytest.raises(DatasetError, match="cannot be read"):
         read(flights.source(tmp_path))
+
+
+def test_a_flipped_bit_under_a_checksum_is_an_error(tmp_path: Path) -> None:
+    path = day_of(tmp_path, {"v": [1.0]})
+    table = pa.table({"v": np.full(100, 1.5)})
+    pq.write_table(table, path, write_page_checksum=True, use_dictionary=False, compression="NONE")
+    data = bytearray(path.read_bytes())
+    data[data.index(struct.pack("<d", 1.5) * 9)] ^= 1
+    path.write_bytes(data)
+    assert "cannot be read" in str(refusal(ParquetSource(str(tmp_path), (FLOAT,), {"v": ("v",)})))
+
+
+def test_a_footer_that_counts_other_rows_is_an_error(tmp_path: Path) -> None:
+    """Every count in the footer, first the file's and last its row group's, says 1000 or, as a lie, 1001."""
+    path = day_of(tmp_path, {"v": np.arange(1000.0), "k": np.arange(1000)})
+    source = ParquetSource(str(tmp_path), (FLOAT,), {"v": ("v",)}, row_key="k")
+    data = path.read_bytes()
+    footer = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+    places = [i for i in range(footer, len(data) - 8) if data[i : i + 2] == b"\xd0\x0f"]
+    assert len(places) >= 4
+    for lies in itertools.product([False, True], repeat=len(places)):
+        lying = bytearray(data)
+        for place in itertools.compress(places, lies):
+            lying[place : place + 2] = b"\xd2\x0f"
+        path.write_bytes(lying)
+        try:
+            rows, failures, reader = read(source)
+        except DatasetError:
+            continue
+        assert not lies[0] and not lies[-1]
+        assert (rows["v"].tolist(), failures, reader.rows) == (list(range(1000)), [], 1000)
+
+
+@pytest.mark.parametrize("column", ["b", "carrier", "id", "late"])
+def test_a_cell_beyond_its_dictionary_is_an_error(flights: Any, tmp_path: Path, column: str) -> None:
+    text = pa.array(["AA", "UA", "AA"] * 500 + ["DL"]).dictionary_encode()
+    path = flights.write_day(
+        tmp_path, DAY, 1501, **{column: text if column in ("carrier", "id") else [1, 2, 1] * 500 + [3]}
+    )
+    table = pq.read_table(path)
+    pq.write_table(table, path, compression="NONE", use_dictionary=[column])
+    data = bytearray(path.read_bytes())
+    ids = data.index(b"\x04\x41\x10" * 20)  # the ids 0, 1, 0 over and over, at two bits each
+    data[ids + 6] = 0xFF
+    path.write_bytes(data)
+    source = flights.source(tmp_path)
+    with pytest.raises(DatasetError, match="cannot be read"):
+        read(source)[2].labels()
 
 
 def test_a_file_that_vanished_is_an_error(flights: Any, tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ def report_of(*results: EngineResult) -> BenchmarkReport:
         "model": "flights",
         "version": "1",
         "declaration": "declared",
+        "model_digest": "model digest",
         "device_class": CPU,
         "policy": POLICY,
         "reference": 0.9,
@@ -74,6 +75,7 @@ def test_the_fastest_engine_that_passed_serves() -> None:
     plan = plan_of(result("a:fp32", 100.0), result("b:int8", 300.0), refused)
     assert (plan.engine, plan.engine_digest) == ("b:int8", "digest of b:int8")
     assert (plan.batch, plan.streams, plan.threads, plan.engine_rows_per_s) == (8, 1, 2, 300.0)
+    assert plan.model_digest == "model digest"
     assert "c:int8 (auc 0.5000 is below 0.8900)" in plan.reason
 
 

@@ -10,7 +10,8 @@ import pytest
 
 from gpu_runtime.artifacts import file_digest
 from gpu_runtime.datasets.partition import FileFingerprint, ShardTask
-from gpu_runtime.predictions.receipts import QuarantinedRow, Receipt, ReceiptStore, resume_key
+from gpu_runtime.predictions.receipts import QuarantinedRow, Receipt, ReceiptStore, day_key, resume_key
+from gpu_runtime.predictions.storage import Folder
 
 DAY = "2026-03-01"
 SHARD = ShardTask(DAY, 3, "/somewhere", (FileFingerprint("a.parquet", 10, 123),), (0, 2))
@@ -18,7 +19,7 @@ SHARD = ShardTask(DAY, 3, "/somewhere", (FileFingerprint("a.parquet", 10, 123),)
 
 @pytest.fixture
 def receipts(tmp_path: Path) -> ReceiptStore:
-    return ReceiptStore(tmp_path / "receipts", tmp_path / "table")
+    return ReceiptStore(Folder(tmp_path / "receipts"), Folder(tmp_path / "table"))
 
 
 @pytest.fixture
@@ -54,8 +55,10 @@ def test_a_missing_or_damaged_data_file_is_not_done(
 
 
 @pytest.mark.parametrize("content", ["", '{"day": "2026', "{}", "[]", '{"day": "2026-03-01", "quarantined": []}'])
-def test_a_receipt_that_cannot_be_read_is_none(receipts: ReceiptStore, receipt: Receipt, content: str) -> None:
-    next(receipts.root.rglob("*.json")).write_text(content)
+def test_a_receipt_that_cannot_be_read_is_none(
+    receipts: ReceiptStore, receipt: Receipt, tmp_path: Path, content: str
+) -> None:
+    (tmp_path / "receipts" / DAY / "000003.json").write_text(content)
     assert receipts.find(DAY, 3, "key") is None
 
 
@@ -86,8 +89,37 @@ def test_where_the_files_lie_does_not_matter() -> None:
     assert resume_key(moved, "scoring", "schema") == resume_key(SHARD, "scoring", "schema")
 
 
-def test_rows_that_the_engine_failed_on_are_tried_again(receipts: ReceiptStore, receipt: Receipt) -> None:
-    """The engine of that night may have been to blame, and no row."""
+@pytest.mark.parametrize(
+    ("shards", "scoring", "schema"),
+    [
+        ([SHARD, replace(SHARD, index=4)], "scoring", "schema"),
+        ([replace(SHARD, row_groups=(0, 3))], "scoring", "schema"),
+        ([], "scoring", "schema"),
+        ([SHARD], "other engine", "schema"),
+        ([SHARD], "scoring", "other schema"),
+    ],
+)
+def test_a_days_key_is_that_of_all_its_shards(shards: list[ShardTask], scoring: str, schema: str) -> None:
+    assert day_key(shards, scoring, schema) != day_key([SHARD], "scoring", "schema")
+    assert day_key(shards, scoring, schema) == day_key(shards, scoring, schema)
+
+
+def test_an_empty_days_key_depends_on_engine_and_schema() -> None:
+    assert len({day_key([], *of) for of in (("a", "b"), ("x", "b"), ("a", "x"))}) == 3
+
+
+def test_rows_that_the_engine_failed_on_are_known_and_still_done(receipts: ReceiptStore, receipt: Receipt) -> None:
+    """Whether such a shard is tried again is for scoring to say."""
     failed = replace(receipt.quarantined[0], stage="engine", reason="the engine failed on this row")
-    receipts.write(replace(receipt, quarantined=(failed,)))
+    written = replace(receipt, quarantined=(*receipt.quarantined, failed))
+    receipts.write(written)
+    assert receipts.find(DAY, 3, "key") == written
+    assert written.failed_in("engine") and not receipt.failed_in("engine")
+
+
+def test_a_withdrawn_shard_is_not_done_and_the_others_are(receipts: ReceiptStore, receipt: Receipt) -> None:
+    other = replace(receipt, shard=4)
+    receipts.write(other)
+    receipts.withdraw([receipt, replace(receipt, shard=5)])  # shard 5 never had a receipt
     assert receipts.find(DAY, 3, "key") is None
+    assert receipts.find(DAY, 4, "key") == other

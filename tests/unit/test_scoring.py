@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,15 +15,37 @@ import numpy as np
 import pytest
 from onnx import helper
 
+from gpu_runtime import scoring
+from gpu_runtime.backends.registry import get_backend
 from gpu_runtime.datasets.image_folder import ImageFolderSource
 from gpu_runtime.datasets.partition import DatasetPartition, ShardReader, ShardTask, Source
 from gpu_runtime.device.host import HostDevice
-from gpu_runtime.errors import DatasetError, PublicationConflictError, TooManyQuarantinedError
-from gpu_runtime.predictions.delta_table import PredictionSchema, PredictionTable
-from gpu_runtime.scoring import Predictions, Scorer, ScoringPolicy, score_days, score_partition
-from gpu_runtime.specs import ImageNormalization, ModelSpec, OnnxSource, TensorSpec, TopK
+from gpu_runtime.device.protocol import DeviceClass
+from gpu_runtime.errors import (
+    DatasetError,
+    DeviceError,
+    InferenceError,
+    PublicationConflictError,
+    TooManyQuarantinedError,
+)
+from gpu_runtime.predictions.delta_table import DayRecord, PredictionTable
+from gpu_runtime.predictions.receipts import Receipt
+from gpu_runtime.predictions.shard_file import PredictionSchema, Provenance
+from gpu_runtime.promotion.store import CeilingStore
+from gpu_runtime.quality.drift import OutputReview
+from gpu_runtime.scoring import (
+    Destination,
+    Predictions,
+    Scorer,
+    ScoringPolicy,
+    review_outputs,
+    score_days,
+    score_partition,
+    score_shard,
+)
+from gpu_runtime.specs import ImageNormalization, ModelSpec, OnnxSource, TensorSpec, TopK, to_plain
 
-DAY, NEXT = "2026-03-01", "2026-03-02"
+DAY, NEXT, LATER = "2026-03-01", "2026-03-02", "2026-03-03"
 LENIENT = ScoringPolicy(1.0)
 
 
@@ -45,6 +69,65 @@ class CountingSource:
         return self._source.open(shard)
 
 
+@dataclass
+class EngineWatch:
+    """Between the executor and the real backend: notes each load and each row that reaches the engine.
+
+    `during` is given the first number of each of a batch's rows before they are computed; `spoil` the results after.
+    """
+
+    during: Callable[[Sequence[float]], Any] = lambda given: None
+    spoil: Callable[[Sequence[float], Mapping[str, Any]], Any] = lambda given, outputs: None
+    loads: int = 0
+    batches: list[list[float]] = field(default_factory=list)
+
+    @property
+    def seen(self) -> list[float]:
+        """In order, without the padding."""
+        return [value for batch in self.batches for value in batch if value]
+
+    def backend(self, name: str) -> Any:
+        def load(*given: Any) -> Any:
+            self.loads += 1
+            return _Watched(get_backend(name).load(*given), self)
+
+        return SimpleNamespace(load=load)
+
+
+class _Watched:
+    """A loaded engine, or a context of it."""
+
+    def __init__(self, real: Any, watch: EngineWatch) -> None:
+        self._real, self._watch = real, watch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def __enter__(self) -> _Watched:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._real.close()
+
+    def create_context(self) -> Any:
+        return _Watched(self._real.create_context(), self._watch)
+
+    def enqueue(self, inputs: Mapping[str, Any], outputs: Mapping[str, Any], stream: Any) -> None:
+        first = next(iter(inputs.values()))
+        given = first.reshape(len(first), -1)[:, 0].tolist()
+        self._watch.batches.append(given)
+        self._watch.during(given)
+        self._real.enqueue(inputs, outputs, stream)
+        stream.launch(lambda: self._watch.spoil(given, outputs))
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> EngineWatch:
+    watch = EngineWatch()
+    monkeypatch.setattr(scoring, "get_backend", watch.backend)
+    return watch
+
+
 @pytest.fixture
 def table(tmp_path: Path) -> PredictionTable:
     return PredictionTable(tmp_path / "table")
@@ -63,21 +146,69 @@ def source(flights: Any, root: Path) -> CountingSource:
 
 
 @pytest.fixture
-def scorer(served: SimpleNamespace) -> Iterator[Scorer]:
-    with HostDevice() as device, Scorer(served.plan, served.store, device) as made:
-        yield made
+def device() -> Iterator[HostDevice]:
+    with HostDevice() as opened:
+        yield opened
 
 
 @pytest.fixture
-def score(scorer: Scorer, flights: Any, table: PredictionTable) -> Callable[..., Predictions]:
-    def run(source: Source, day: str = DAY, policy: ScoringPolicy = LENIENT, by: Scorer = scorer) -> Predictions:
-        return score_partition(by, source.partition(day), source, flights.schema, table, policy, "run")
+def score(
+    served: SimpleNamespace, device: HostDevice, flights: Any, table: PredictionTable, engine: EngineWatch
+) -> Callable[..., Predictions]:
+    """A run of its own: another scorer, always the same run id."""
+
+    def run(
+        source: Source,
+        day: str = DAY,
+        *,
+        policy: ScoringPolicy = LENIENT,
+        by: SimpleNamespace = served,
+        schema: PredictionSchema = flights.schema,
+        force: bool = False,
+        **plan: Any,
+    ) -> Predictions:
+        engine.batches.clear()
+        with Scorer(replace(by.plan, **plan), by.store, device, policy) as scorer:
+            return score_partition(scorer, source.partition(day), source, schema, table, "run", force=force)
 
     return run
 
 
+@pytest.fixture
+def rows_at(flights: Any) -> Callable[..., list[float]]:
+    """What `EngineWatch` sees of rows of the first file."""
+
+    def values(*positions: int, count: int = 50) -> list[float]:
+        return [float(value) for value in flights.rows(count)["numbers"][list(positions), 0]]
+
+    return values
+
+
 def nulls_at(*rows: int, count: int = 50) -> list[float | None]:
     return [None if row in rows else 0.5 for row in range(count)]
+
+
+def files_of(table: PredictionTable, shard: int) -> list[Path]:
+    assert table.predictions.local is not None
+    return list(table.predictions.local.rglob(f"part-{shard:06}-*.parquet"))
+
+
+def receipt_of(table: PredictionTable, shard: int) -> Path:
+    assert table.root.local is not None
+    return table.root.local / "receipts" / DAY / f"{shard:06}.json"
+
+
+def dies_at(source: Source, table: PredictionTable, shard: int) -> CountingSource:
+    """Cannot open that shard, and tells so only when the one before has its receipt."""
+
+    def die(task: ShardTask) -> None:
+        if task.index == shard:
+            patience = time.monotonic() + 5
+            while shard and not receipt_of(table, shard - 1).exists() and time.monotonic() < patience:
+                time.sleep(0.002)
+            raise OSError("the disk went away")
+
+    return CountingSource(source, die)
 
 
 def test_every_row_gets_the_models_score_under_its_key(
@@ -121,11 +252,73 @@ def test_too_many_quarantined_rows_publish_nothing(
 ) -> None:
     before = score(source).publication
     flights.write_day(root, DAY, 50, group=10, a=nulls_at(1, 2, 3))
-    with pytest.raises(TooManyQuarantinedError, match=r"column 'a' is null \(3 rows\)"):
+    with pytest.raises(TooManyQuarantinedError, match=r"column 'a' is null \(3 rows, as in part-0.parquet\)"):
         score(source, policy=ScoringPolicy(0.05))
     assert table.current_publication(DAY) == before
     assert table.count_day(DAY) == (50, 0)
     assert score(source, policy=ScoringPolicy(0.06)).published_quarantined == 3
+
+
+def test_a_hopeless_day_is_given_up_early_and_what_is_known_of_it_is_kept(
+    flights: Any, root: Path, engine: EngineWatch, score: Any
+) -> None:
+    """20 shards: 4 bad rows in the first, 9 in the second; 10 are allowed."""
+    flights.write_day(root, DAY, 200, group=10, a=nulls_at(0, 1, 2, 3, *range(10, 19), count=200))
+    source = CountingSource(flights.source(root, rows_per_shard=10))
+    for already_known in (0, 1):
+        source.opened.clear()
+        with pytest.raises(TooManyQuarantinedError, match=r"at most 5\.0% of 200 rows .*Got 1[1-3] .* so far"):
+            score(source, policy=ScoringPolicy(0.05))
+        assert len(engine.seen) < 100 and source.opened[0] == already_known and len(source.opened) < 10
+    with pytest.raises(OSError, match="disk"):
+        score(CountingSource(source, lambda task: (_ for _ in ()).throw(OSError("disk")) if task.index > 5 else None))
+    source.opened.clear()
+    with pytest.raises(TooManyQuarantinedError):
+        score(source, policy=ScoringPolicy(0.05))
+    assert (source.opened, engine.seen) == ([], []), "13 rows are known to be bad: nothing need be looked at"
+
+
+@pytest.mark.parametrize("how", ["raises", "gives no number", "raises, and its device fails"])
+def test_rows_that_the_engine_failed_on_are_tried_again_by_the_next_run(
+    root: Path, source: CountingSource, engine: EngineWatch, table: PredictionTable, score: Any, rows_at: Any, how: str
+) -> None:
+    """Not so the shards before and between, of which every row was scored."""
+    bad = set(rows_at(11, 12, 33))
+
+    def fail(given: Sequence[float]) -> None:
+        if "fails" in how and rows_at(49)[0] in given:
+            raise DeviceError("is lost", stage="execute")
+        if bad & set(given):
+            raise RuntimeError("no kernel")
+
+    def spoil(given: Sequence[float], outputs: Mapping[str, Any]) -> None:
+        outputs["probability"][[value in bad for value in given]] = np.nan
+
+    engine.during, engine.spoil = (fail, engine.spoil) if "raises" in how else (engine.during, spoil)
+    with pytest.raises(DeviceError if "fails" in how else TooManyQuarantinedError):
+        score(source, policy=ScoringPolicy(1.0 if "fails" in how else 0.05))
+    assert table.current_publication(DAY) is None
+    engine.during, engine.spoil = lambda given: None, lambda given, outputs: None
+    made = score(source, policy=ScoringPolicy(0.0))
+    assert (made.published, made.published_quarantined) == (50, 0)
+    assert engine.seen == rows_at(*range(10, 20), *range(30, 50))
+
+
+def test_an_output_outside_its_range_is_quarantined(
+    serve: Any, served: Any, flights: Any, source: CountingSource, table: PredictionTable, score: Any, tmp_path: Path
+) -> None:
+    """The same weights with another range are another engine set."""
+    expected = served.run(flights.rows(50))["probability"]
+    limit = float(np.median(expected))
+    ranged = serve(replace(flights.spec(tmp_path), output_ranges={"probability": (None, limit)}))
+    (output,) = ranged.plan.engine_file(ranged.store).outputs
+    assert (output.minimum, output.maximum) == (None, limit)
+    assert ranged.plan.engine_digest == served.plan.engine_digest
+    made = score(source, by=ranged)
+    lost = table.read_quarantine(DAY)
+    assert sorted(lost["source_position"]) == np.flatnonzero(expected > limit).tolist()
+    assert set(lost["reason"]) == {f"output 'probability' is above its declared maximum {limit:g}"}
+    assert made.accounted and table.read_day(DAY)["probability"].max() <= limit
 
 
 def test_a_repaired_day_has_nothing_in_quarantine(
@@ -138,11 +331,20 @@ def test_a_repaired_day_has_nothing_in_quarantine(
     assert (made.published, made.published_quarantined, len(table.read_quarantine(DAY))) == (50, 0, 0)
 
 
-def test_an_empty_day_is_published(root: Path, source: CountingSource, table: PredictionTable, score: Any) -> None:
+def test_an_empty_day_is_published_typed_and_a_day_without_a_folder_is_an_error(
+    root: Path, source: CountingSource, engine: EngineWatch, table: PredictionTable, score: Any
+) -> None:
     (root / NEXT).mkdir()
-    made = score(source, NEXT)
-    assert (made.rows_in, made.published, made.accounted) == (0, 0, True)
+    made, again = score(source, NEXT), score(source, NEXT)
+    assert (made.rows_in, made.published, made.accounted, made.reused) == (0, 0, True, False)
+    assert again.reused and again.day_key == made.day_key
     assert table.current_publication(NEXT) == made.publication
+    assert engine.loads == 0
+    score(source)
+    empty, full = table.read_day(NEXT), table.read_day(DAY)
+    assert len(empty) == 0 and empty.dtypes.to_dict() == full.dtypes.to_dict()
+    with pytest.raises(DatasetError, match=r"the day has no folder.*an empty folder"):
+        score(source, LATER)
 
 
 @pytest.mark.parametrize("empty", ["a.parquet", "part-0b.parquet", "z.parquet"], ids=["first", "between", "last"])
@@ -158,29 +360,44 @@ def test_a_file_without_rows_costs_nothing(
 # Never twice
 
 
-def test_a_second_run_opens_no_shard(source: CountingSource, table: PredictionTable, score: Any) -> None:
+def test_a_published_day_is_reported_as_reused_and_the_engine_is_not_even_loaded(
+    source: CountingSource, engine: EngineWatch, table: PredictionTable, score: Any, rows_at: Any
+) -> None:
     first = score(source)
-    assert source.opened == [0, 1, 2, 3, 4]
+    assert (source.opened, engine.loads, engine.seen) == ([0, 1, 2, 3, 4], 1, rows_at(*range(50)))
     again = score(source)
-    assert source.opened == [0, 1, 2, 3, 4]
-    assert (first.resumed_shards, again.resumed_shards, again.stats) == (0, 5, None)
+    assert (source.opened, engine.loads, engine.seen) == ([0, 1, 2, 3, 4], 1, [])
+    assert (first.reused, first.resumed_shards, again.reused, again.stats) == (False, 0, True, None)
+    same = ("publication", "day_key", "rows_in", "scored", "published", "report")
+    assert [getattr(again, name) for name in same] == [getattr(first, name) for name in same]
     assert table.count_day(DAY) == (50, 0)
 
 
-def test_a_run_that_died_goes_on_where_it_was(flights: Any, root: Path, table: PredictionTable, score: Any) -> None:
-    def die(shard: ShardTask) -> None:
-        if shard.index == 3:
-            raise OSError("the disk went away")
+def test_force_scores_every_row_again_and_replaces_the_day(
+    source: CountingSource, engine: EngineWatch, table: PredictionTable, score: Any, rows_at: Any
+) -> None:
+    first = score(source)
+    forced = score(source, force=True)
+    assert engine.seen == rows_at(*range(50))
+    assert (forced.reused, forced.resumed_shards, forced.day_key) == (False, 0, first.day_key)
+    assert table.current_publication(DAY) == forced.publication != first.publication
+    assert table.count_day(DAY) == (50, 0)
+    assert score(source).reused
 
+
+@pytest.mark.parametrize("shard", range(5))
+def test_a_run_that_died_goes_on_at_its_first_unfinished_shard(
+    flights: Any, root: Path, table: PredictionTable, score: Any, engine: EngineWatch, rows_at: Any, shard: int
+) -> None:
     plain = flights.source(root, rows_per_shard=10)
     with pytest.raises(OSError, match="disk"):
-        score(CountingSource(plain, die))
+        score(dies_at(plain, table, shard))
     assert table.current_publication(DAY) is None
-    left = [path for path in table.receipts.root.rglob("*.json")]
     resumed = CountingSource(plain)
     made = score(resumed)
-    assert resumed.opened == list(range(len(left), 5))
-    assert made.resumed_shards == len(left) > 0
+    assert resumed.opened == list(range(shard, 5))
+    assert engine.seen == rows_at(*range(10 * shard, 50))
+    assert made.resumed_shards == shard
     assert table.count_day(DAY) == (50, 0)
     assert table.read_day(DAY)["row_key"].is_unique
 
@@ -191,7 +408,7 @@ def test_a_shard_counts_as_done_before_the_next_is_even_open(
     done: list[bool] = []
 
     def wait_for_the_one_before(shard: ShardTask) -> None:
-        receipt = table.receipts.root / DAY / f"{shard.index - 1:06}.json"
+        receipt = receipt_of(table, shard.index - 1)
         patience = time.monotonic() + 5
         while shard.index and not receipt.exists() and time.monotonic() < patience:
             time.sleep(0.005)
@@ -201,42 +418,88 @@ def test_a_shard_counts_as_done_before_the_next_is_even_open(
     assert done == [False, True, True]
 
 
-def test_a_changed_engine_reuses_nothing(
-    serve: Any,
-    served: SimpleNamespace,
+def nothing(**changes: Any) -> Callable[..., dict[str, Any]]:
+    """Changes the plan and nothing else."""
+    return lambda path, flights, retrained: changes
+
+
+def touched(path: Path, flights: Any, retrained: Any) -> dict[str, Any]:
+    os.utime(path, ns=(1, 1))
+    return {}
+
+
+def rewritten(path: Path, flights: Any, retrained: Any) -> dict[str, Any]:
+    flights.write_day(path.parent.parent, DAY, 50, group=10, seed=3)
+    return {}
+
+
+CHANGES = {
+    "model version": nothing(model_version="2"),
+    "declaration": nothing(declaration="another"),
+    "device class": nothing(device_class=DeviceClass("cpu", "x86_64", ("another",))),
+    "weights": lambda path, flights, retrained: {"by": retrained},
+    "file's time": touched,
+    "file's content": rewritten,
+    "vocabulary": lambda path, flights, retrained: {"vocabularies": {"carrier": ("UA", "DL", "AA")}},
+    "columns": lambda path, flights, retrained: {"columns": {"numbers": ("d", "c", "b", "a"), "carrier": ("carrier",)}},
+}
+
+
+@pytest.fixture(scope="module")
+def retrained(serve: Any, flights: Any, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """Other weights under the same version."""
+    spec = flights.spec(tmp_path_factory.mktemp("retrained"), seed=1)
+    made: SimpleNamespace = serve(replace(spec, version="0"))
+    return made
+
+
+@pytest.mark.parametrize("published", [True, False], ids=["published", "four receipts"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_any_change_that_could_change_a_score_reuses_nothing(
+    retrained: SimpleNamespace,
     flights: Any,
-    source: CountingSource,
+    root: Path,
+    engine: EngineWatch,
     table: PredictionTable,
     score: Any,
-    tmp_path: Path,
+    change: str,
+    published: bool,
 ) -> None:
-    score(source)
-    source.opened.clear()
-    retrained = serve(replace(flights.spec(tmp_path / "retrained", seed=1), version=served.spec.version))
-    with HostDevice() as device, Scorer(retrained.plan, retrained.store, device) as other:
-        made = score(source, by=other)
-    assert source.opened == [0, 1, 2, 3, 4]
-    assert made.resumed_shards == 0
-    frame = table.read_day(DAY).sort_values("source_position")
-    np.testing.assert_allclose(frame["probability"], retrained.run(flights.rows(50))["probability"], atol=1e-5)
+    source = flights.source(root, rows_per_shard=10)
+    if published:
+        score(source)
+    else:
+        with pytest.raises(OSError, match="disk"):
+            score(dies_at(source, table, 4))
+    changed = CHANGES[change](root / DAY / "part-0.parquet", flights, retrained)
+    reading = {name: changed.pop(name) for name in ("vocabularies", "columns") if name in changed}
+    made = score(flights.source(root, rows_per_shard=10, **reading), **changed)
+    assert len(engine.seen) == 50 and len(set(engine.seen)) == 50
+    assert (made.reused, made.resumed_shards) == (False, 0)
+    assert table.count_day(DAY) == (50, 0)
+    if change == "weights":
+        frame = table.read_day(DAY).sort_values("source_position")
+        np.testing.assert_allclose(frame["probability"], retrained.run(flights.rows(50))["probability"], atol=1e-5)
+        assert set(frame["model_digest"]) == {retrained.exported.digest}
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"vocabularies": {"carrier": ("UA", "DL", "AA")}},
-        {"columns": {"numbers": ("d", "c", "b", "a"), "carrier": ("carrier",)}},
-    ],
-    ids=["vocabulary", "columns"],
-)
-def test_another_way_of_reading_the_files_reuses_nothing(
-    flights: Any, root: Path, source: CountingSource, table: PredictionTable, score: Any, settings: dict[str, Any]
+@pytest.mark.parametrize("published", [True, False], ids=["published", "four receipts"])
+def test_another_batch_size_or_number_of_streams_reuses_everything(
+    source: CountingSource,
+    engine: EngineWatch,
+    table: PredictionTable,
+    score: Any,
+    rows_at: Any,
+    published: bool,
 ) -> None:
-    score(source)
-    before = table.read_day(DAY).sort_values("source_position")["probability"].tolist()
-    otherwise = CountingSource(flights.source(root, rows_per_shard=10, **settings))
-    assert score(otherwise).resumed_shards == 0
-    assert table.read_day(DAY).sort_values("source_position")["probability"].tolist() != before
+    if published:
+        score(source)
+    else:
+        with pytest.raises(OSError, match="disk"):
+            score(dies_at(source, table, 4))
+    made = score(source, batch=8, streams=2, threads=2, decode_workers=1)
+    assert made.reused is published
+    assert engine.seen == ([] if published else rows_at(*range(40, 50)))
 
 
 def test_only_the_shards_of_a_changed_file_are_scored_again(flights: Any, root: Path, score: Any) -> None:
@@ -250,20 +513,51 @@ def test_only_the_shards_of_a_changed_file_are_scored_again(flights: Any, root: 
     assert made.published == 62
 
 
-def test_another_batch_size_reuses_every_shard(served: SimpleNamespace, source: CountingSource, score: Any) -> None:
-    score(source)
-    with HostDevice() as device, Scorer(replace(served.plan, batch=8, streams=2), served.store, device) as other:
-        assert score(source, by=other).resumed_shards == 5
+def edited(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
 
 
-def test_a_shards_file_that_was_lost_is_scored_again(
+def cut_short(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-20])
+
+
+@pytest.mark.parametrize("which", ["data file", "receipt"])
+@pytest.mark.parametrize("damage", [Path.unlink, cut_short, edited, lambda path: path.write_bytes(b"[]")])
+def test_a_shard_whose_file_or_receipt_is_damaged_is_scored_again_alone(
+    source: CountingSource,
+    engine: EngineWatch,
+    table: PredictionTable,
+    score: Any,
+    rows_at: Any,
+    which: str,
+    damage: Callable[[Path], Any],
+) -> None:
+    with pytest.raises(OSError, match="disk"):
+        score(dies_at(source, table, 4))
+    (data,) = files_of(table, 2)
+    if which == "receipt" and damage is edited:  # one that can be read, of something else
+        plain = json.loads(receipt_of(table, 2).read_text())
+        receipt_of(table, 2).write_text(json.dumps({**plain, "resume_key": "another"}))
+    else:
+        damage(data if which == "data file" else receipt_of(table, 2))
+    source.opened.clear()
+    made = score(source)
+    assert source.opened == [2, 4]
+    assert engine.seen == rows_at(*range(20, 30), *range(40, 50))
+    assert (made.resumed_shards, made.published) == (3, 50)
+
+
+def test_a_published_day_that_lost_a_file_says_so_until_it_is_forced(
     source: CountingSource, table: PredictionTable, score: Any
 ) -> None:
     score(source)
-    source.opened.clear()
-    next(table.predictions.rglob("part-000002-*.parquet")).unlink()
-    assert score(source).published == 50
-    assert source.opened == [2]
+    for path in files_of(table, 2):
+        path.unlink()
+    with pytest.raises(InferenceError, match=r"is published .publication [0-9]+., but cannot be read back.*`force`"):
+        score(source)
+    assert score(source, force=True).published == 50
 
 
 # Meanwhile
@@ -276,7 +570,7 @@ def test_a_day_published_by_another_run_meanwhile_is_a_conflict(
 
     def other_run(shard: ShardTask) -> None:
         if not others:
-            others.append(PredictionTable(table.root).publish(flights.schema, DAY, [], "other", {}, None))
+            others.append(publish(PredictionTable(table.root.uri), flights.schema, DAY))
 
     with pytest.raises(PublicationConflictError):
         score(CountingSource(flights.source(root), other_run))
@@ -295,43 +589,162 @@ def test_a_file_that_changes_while_it_is_scored_is_never_published(
     assert table.current_publication(DAY) is None
 
 
+# After the commit
+
+
+def test_leftovers_that_cannot_be_removed_do_not_fail_a_published_day(
+    source: CountingSource, table: PredictionTable, score: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(OSError, match="disk"):
+        score(dies_at(source, table, 4))
+    with monkeypatch.context() as patched:
+        patched.setattr(PredictionTable, "clean_up", lambda self, attempt: (_ for _ in ()).throw(OSError("read-only")))
+        made = score(source)
+    assert (made.published, made.left_behind) == (50, "OSError")
+    assert score(source).left_behind is None
+
+
+def test_a_published_day_that_cannot_be_read_back_is_not_called_unpublished(
+    source: CountingSource, table: PredictionTable, score: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(scoring, "review_outputs", lambda *given: (_ for _ in ()).throw(OSError("timed out")))
+        with pytest.raises(InferenceError, match="the day is published") as caught:
+            score(source)
+    assert str(table.current_publication(DAY)) in str(caught.value)
+    assert isinstance(caught.value.__cause__, OSError)
+    assert score(source).reused
+
+
 # Several days
 
 
-def test_a_bad_day_does_not_cost_the_good_ones(
-    flights: Any, root: Path, scorer: Scorer, table: PredictionTable
+@pytest.fixture
+def days(
+    served: SimpleNamespace, device: HostDevice, flights: Any, table: PredictionTable, engine: EngineWatch
+) -> Iterator[Callable[..., Iterator[tuple[str, Predictions | InferenceError]]]]:
+    with Scorer(served.plan, served.store, device, LENIENT) as scorer:
+        yield lambda source, *days: score_days(days, scorer, source, flights.schema, table, "run")
+
+
+def test_a_bad_day_does_not_cost_the_good_ones_and_is_scored_alone_the_next_time(
+    flights: Any, root: Path, table: PredictionTable, days: Any, engine: EngineWatch
 ) -> None:
-    days = [DAY, NEXT, "2026-03-03", "2026-03-04"]
     flights.write_day(root, NEXT, 20, b=None)
     flights.write_day(root, "2026-03-04", 7)
     source = flights.source(root)
-    results = dict(score_days(days, scorer, source, flights.schema, table, LENIENT, "run"))
-    kinds = [type(results[day]).__name__ for day in days]
+    wanted = [DAY, NEXT, LATER, "2026-03-04"]
+    results = dict(days(source, *wanted))
+    kinds = [type(results[day]).__name__ for day in wanted]
     assert kinds == ["Predictions", "DatasetError", "DatasetError", "Predictions"]
-    assert [table.current_publication(day) is None for day in days] == [False, True, True, False]
+    assert [table.current_publication(day) is None for day in wanted] == [False, True, True, False]
     assert table.count_day("2026-03-04") == (7, 0)
+    flights.write_day(root, NEXT, 20)
+    engine.batches.clear()
+    again = dict(days(source, *wanted))
+    assert len(engine.seen) == 20 and engine.loads == 1
+    assert [again[day].reused for day in (DAY, NEXT, "2026-03-04")] == [True, False, True]
 
 
-def test_days_are_published_one_by_one(flights: Any, root: Path, scorer: Scorer, table: PredictionTable) -> None:
+def test_days_are_published_one_by_one(flights: Any, root: Path, days: Any, table: PredictionTable) -> None:
     flights.write_day(root, NEXT, 5)
-    days = score_days([DAY, NEXT], scorer, flights.source(root), flights.schema, table, LENIENT, "run")
-    next(days)
+    scored = days(flights.source(root), DAY, NEXT)
+    next(scored)
     assert table.count_day(DAY) == (50, 0)
     assert table.current_publication(NEXT) is None
 
 
-# One shard, and the report
+def test_a_failed_device_ends_the_range_with_its_day(
+    flights: Any, root: Path, days: Any, engine: EngineWatch, rows_at: Any, table: PredictionTable
+) -> None:
+    def lose(given: Sequence[float]) -> None:
+        if rows_at(49)[0] in given:
+            raise DeviceError("is lost", stage="execute")
+
+    engine.during = lose
+    flights.write_day(root, "2026-02-27", 5, b=None)
+    flights.write_day(root, "2026-02-28", 5)
+    flights.write_day(root, NEXT, 5)
+    results = dict(days(flights.source(root), "2026-02-27", "2026-02-28", DAY, NEXT))
+    assert [(day, type(found).__name__) for day, found in results.items()] == [
+        ("2026-02-27", "DatasetError"),
+        ("2026-02-28", "Predictions"),
+        (DAY, "DeviceError"),
+    ]
 
 
-def test_one_shard_leaves_a_file_and_a_receipt(
-    flights: Any, source: CountingSource, scorer: Scorer, table: PredictionTable, score: Any
+# One shard alone, memory, and the report
+
+
+@pytest.fixture
+def workers(
+    served: SimpleNamespace, device: HostDevice, flights: Any, table: PredictionTable, engine: EngineWatch
+) -> Iterator[Callable[[ShardTask, Source], Receipt]]:
+    """What a worker process does with a task that came over the wire."""
+    table.create(flights.schema)
+    strict = ScoringPolicy(0.1)
+    with table.attempt(DAY, "run") as attempt, Scorer(served.plan, served.store, device, strict) as scorer:
+        yield lambda task, source: score_shard(
+            ShardTask.from_plain(json.loads(json.dumps(to_plain(task)))),
+            scorer,
+            source,
+            Destination(table, flights.schema, attempt),
+        )
+
+
+def test_one_shard_alone_leaves_the_receipt_that_it_leaves_among_others(
+    root: Path, source: CountingSource, engine: EngineWatch, table: PredictionTable, score: Any, workers: Any
 ) -> None:
     task = source.partition(DAY).shards[3]
-    receipt = scorer.score_shard(task, source, flights.schema, table, "worker")
-    assert (receipt.shard, receipt.rows_in, receipt.rows, receipt.run_id) == (3, 10, 10, "worker")
+    alone = workers(task, source)
+    assert workers(task, source) == alone and source.opened == [3]
+    assert (alone.shard, alone.rows_in, alone.rows, alone.run_id) == (3, 10, 10, "run")
+    made = score(source)
+    assert source.opened == [3, 0, 1, 2, 4] and made.resumed_shards == 1
+    score(source, force=True)
+    among = Receipt.from_plain(json.loads(receipt_of(table, 3).read_text()))
+    assert replace(among, file=alone.file) == alone, "down to the checksum of the file"
+
+
+def test_shards_that_others_scored_make_a_day_that_is_judged_as_a_whole(
+    flights: Any, root: Path, engine: EngineWatch, score: Any, workers: Any
+) -> None:
+    """Half of one shard is bad, a tenth of the day."""
+    flights.write_day(root, DAY, 50, group=10, a=nulls_at(20, 21, 22, 23, 24))
+    source = CountingSource(flights.source(root, rows_per_shard=10))
+    receipts = [workers(task, source) for task in reversed(source.partition(DAY).shards)]
+    assert [len(receipt.quarantined) for receipt in receipts] == [0, 0, 5, 0, 0]
     source.opened.clear()
+    with pytest.raises(TooManyQuarantinedError):
+        score(source, policy=ScoringPolicy(0.09))
+    assert score(source, policy=ScoringPolicy(0.1)).published == 45
+    assert source.opened == []
+
+
+@pytest.mark.parametrize("groups", [(2, 5), None])
+def test_a_task_survives_json(source: CountingSource, groups: tuple[int, int] | None) -> None:
+    task = replace(source.partition(DAY).shards[1], row_groups=groups)
+    back = ShardTask.from_plain(json.loads(json.dumps(to_plain(task))))
+    assert (back, back.fingerprint) == (task, task.fingerprint)
+
+
+def test_what_fits_on_the_device_is_remembered_by_the_next_run(
+    served: SimpleNamespace, source: CountingSource, engine: EngineWatch, score: Any
+) -> None:
+    def take_two(given: Sequence[float]) -> None:
+        if len(given) > 2:
+            raise MemoryError
+
+    small = DeviceClass("cpu", "x86_64", ("little memory",))
+    engine.during = take_two
+    assert score(source, device_class=small).published == 50
+    assert max(map(len, engine.batches)) == 4
+    assert CeilingStore(served.store.root).find(served.plan.engine_digest, small) == 2
+    assert score(source, device_class=small, force=True).published == 50
+    assert {len(batch) for batch in engine.batches} == {2}
+    engine.during = lambda given: None
     score(source)
-    assert source.opened == [0, 1, 2, 4]
+    assert {len(batch) for batch in engine.batches} == {4}, "another class of device has room"
 
 
 def test_the_run_report_says_what_ran_and_how_fast(
@@ -341,6 +754,7 @@ def test_the_run_report_says_what_ran_and_how_fast(
     report = table.read_run(DAY)
     assert report is not None
     assert (report["engine"], report["plan"]) == ("onnxruntime:fp32", served.plan.digest)
+    assert (report["model_digest"], report["engine_digest"]) == (served.exported.digest, served.plan.engine_digest)
     assert (report["rows_in"], report["scored"], report["quarantined"]) == (50, 50, 0)
     assert report["of_engine_only"] == pytest.approx(report["rows_per_s"] / 1000.0)
     assert report["bottleneck"] in {"decode", "compute", "write"}
@@ -351,7 +765,7 @@ def test_the_run_report_says_what_ran_and_how_fast(
 
 
 def test_pictures_are_scored_and_named_and_a_broken_one_is_quarantined(
-    serve: Any, make_graph: Any, write_jpeg: Any, table: PredictionTable, tmp_path: Path
+    serve: Any, make_graph: Any, write_jpeg: Any, table: PredictionTable, score: Any, engine: Any, tmp_path: Path
 ) -> None:
     pixels = TensorSpec("pixels", "uint8", (8, 8, 3))
     path = make_graph(
@@ -372,11 +786,79 @@ def test_pictures_are_scored_and_named_and_a_broken_one_is_quarantined(
     whole = (tmp_path / "days" / DAY / "a.jpg").read_bytes()
     (tmp_path / "days" / DAY / "c.jpg").write_bytes(whole[: len(whole) // 2])
     source = ImageFolderSource(str(tmp_path / "days"), (pixels,))
-    schema = PredictionSchema(photos.exported.graph().outputs, {"top_index": ("red", "green", "blue")})
-    with HostDevice() as device, Scorer(photos.plan, photos.store, device) as scorer:
-        made = score_partition(scorer, source.partition(DAY), source, schema, table, LENIENT, "run")
+    outputs = photos.plan.engine_file(photos.store).outputs
+    made = score(source, by=photos, schema=PredictionSchema(outputs, {"top_index": ("red", "green", "blue")}))
     frame = table.read_day(DAY).sort_values("row_key")
     assert frame["row_key"].tolist() == ["a.jpg", "b.jpg", "d.jpg"]
     assert [list(names) for names in frame["top_label"]] == [["red", "green"], ["green", "blue"], ["blue", "red"]]
     assert table.read_quarantine(DAY)["row_key"].tolist() == ["c.jpg"]
     assert made.accounted
+    renamed = PredictionSchema(outputs, {"top_index": ("rot", "grün", "blau")})
+    assert not score(source, by=photos, schema=renamed).reused and len(engine.batches) == 1
+    assert set(table.read_day(DAY)["top_label"].explode()) == {"rot", "grün", "blau"}
+    assert score(source, by=photos, schema=renamed).reused
+
+
+# The review of what was published
+
+
+def publish(table: PredictionTable, schema: PredictionSchema, day: str, **outputs: Any) -> str:
+    """A day written by hand: one shard of these outputs, or none."""
+    made = Provenance("model", "engine", "by hand")
+    with table.attempt(day, "by hand") as attempt:
+        receipts, rows = [], len(next(iter(outputs.values()), ()))
+        table.create(schema)
+        if rows:
+            writer = table.shard_writer(schema, 0, attempt, made)
+            writer.append([str(row) for row in range(rows)], ["f"] * rows, list(range(rows)), outputs)
+            nbytes, sha256 = writer.finish()
+            receipts = [Receipt(day, 0, "key", "by hand", writer.file, nbytes, sha256, rows, rows, ())]
+        record = DayRecord("key", made, rows, rows, 0, {})
+        return table.publish(schema, attempt, receipts, record, table.current_publication(day))
+
+
+WIDE = PredictionSchema((TensorSpec("p", "float32"), TensorSpec("k", "int32", (2,))), {})
+NARROW = PredictionSchema((TensorSpec("p", "float32"),), {})
+
+
+def outputs_of(rows: int, shift: float = 0.0) -> dict[str, Any]:
+    p = np.linspace(0, 1, rows, dtype=np.float32) + np.float32(shift)
+    return {"p": p, "k": np.stack([np.arange(rows) % 3, np.arange(rows) % 5], axis=1).astype(np.int32)}
+
+
+def test_a_day_is_compared_with_the_last_one_before_it_that_has_rows(table: PredictionTable) -> None:
+    publish(table, WIDE, "2026-03-05", **outputs_of(40, shift=9.0))
+    publish(table, WIDE, DAY, **outputs_of(40))
+    assert review_outputs(table, WIDE, DAY) == OutputReview({"p": 0})  # nothing before it
+    publish(table, WIDE, NEXT)
+    assert review_outputs(table, WIDE, NEXT) == OutputReview({"p": 0})  # nothing in it
+    publish(table, WIDE, LATER, **outputs_of(40))
+    review = review_outputs(table, WIDE, LATER)
+    assert review.compared_with == DAY and {name: one.distance for name, one in review.drift.items()} == {
+        "p": 0.0,
+        "k": 0.0,
+    }
+
+
+def test_an_output_that_the_earlier_day_lacks_is_not_compared(table: PredictionTable) -> None:
+    publish(table, NARROW, DAY, p=outputs_of(40)["p"])
+    publish(table, WIDE, NEXT, **outputs_of(40))
+    assert list(review_outputs(table, WIDE, NEXT).drift) == ["p"]
+    publish(table, WIDE, LATER, **outputs_of(40, shift=0.5))
+    review = review_outputs(table, WIDE, LATER)
+    assert review.compared_with == NEXT and review.drift["p"].beyond(0.1) and not review.drift["k"].beyond(0.1)
+
+
+def test_every_row_that_is_not_finite_is_counted_and_none_is_compared(
+    table: PredictionTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scoring, "_REVIEWED_VALUES", 10)
+    monkeypatch.setattr(scoring, "_REVIEWED_ROWS", 10)
+    publish(table, NARROW, DAY, p=outputs_of(1000)["p"])
+    spoilt = outputs_of(1000)["p"]
+    spoilt[[7, 500, 993]] = np.nan, np.inf, -np.inf
+    publish(table, NARROW, NEXT, p=spoilt)
+    review = review_outputs(table, NARROW, NEXT)
+    assert review.non_finite == {"p": 3} and not review.drift["p"].beyond(0.1)
+    publish(table, NARROW, LATER, p=np.full(10, np.nan, np.float32))
+    assert review_outputs(table, NARROW, LATER) == OutputReview({"p": 10})

@@ -56,6 +56,10 @@ def model(**changes: Any) -> ModelSpec:
         lambda: model(normalize={"pixels": GREY}),
         lambda: model(normalize={"other": RGB}),
         lambda: model(outputs=("a", "b"), top_k=TopK(1)),
+        lambda: model(output_ranges={"scores": (0, 1)}),
+        lambda: model(output_ranges={"pixels": (0, 1)}),
+        lambda: model(output_ranges={"logits": (0, 1)}, top_k=TopK(1)),
+        lambda: model(output_ranges={"logits": (1, 0)}),
     ],
 )
 def test_a_contradiction_is_refused_when_the_value_is_made(contradiction: Any) -> None:
@@ -75,6 +79,7 @@ def test_a_digest_does_not_depend_on_key_order_or_on_tuple_and_list() -> None:
         {"outputs": ("scores",)},
         {"normalize": {"pixels": RGB}},
         {"top_k": TopK(2)},
+        {"output_ranges": {"logits": (None, 1)}},
         {"source": OnnxSource("other.onnx")},
         {"source": TorchSource("m:onnx")},
         {"inputs": (TensorSpec("pixels", "uint8", (8, 8, 3), maximum=9),)},
@@ -89,7 +94,7 @@ def test_normalised_inputs_reach_the_module_as_channels_first_floats() -> None:
 
 
 def test_tensor_specs_survive_json() -> None:
-    specs = (PIXELS, TensorSpec("x", "int32", (), 0, 5))
+    specs = (PIXELS, TensorSpec("x", "int32", (), 0, 5), TensorSpec("s", "float32", (3,), None, 1.0, varies=True))
     assert tensor_specs(to_plain(specs)) == specs
 
 

@@ -1,0 +1,128 @@
+"""Attempts: which runs work on a day right now, and which of them died.
+
+An attempt is one run's work on one day. Its record, `attempts/<day>/<id>.json`, is renewed as long as the run lives;
+everything that the run leaves behind carries the id. A record that is as old as the lease belongs to a dead run.
+Ages are taken from the storage's own stamps, so no two machines' clocks are ever compared.
+
+A run may be taken for dead though it only slept. So the record is a hint, and what counts is in the table: there the
+attempt is entered once, either as published or as dead (see `PredictionTable.clean_up`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import re
+import threading
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+from gpu_runtime.errors import PublicationConflictError
+from gpu_runtime.predictions.storage import Folder
+
+_RENEWALS_PER_LEASE = 5
+_RECORD = re.compile(r"/[0-9a-f]{32}\.json$")
+
+
+@dataclass(frozen=True)
+class DeadAttempt:
+    """`publications` are those it drew; whether it committed one, the table knows."""
+
+    id: str
+    publications: tuple[str, ...]
+
+
+class Attempt:
+    """A live attempt. Use it in a `with`; its record goes when the day was published, and otherwise tells the next
+    run that there is something to clean."""
+
+    def __init__(self, folder: Folder, day: str, run_id: str, lease_s: float) -> None:
+        self.day, self.run_id, self.id = day, run_id, uuid.uuid4().hex
+        self._folder, self._lease = folder, datetime.timedelta(seconds=lease_s)
+        self._publications: list[str] = []
+        self._taken = False
+        self._ended = threading.Event()
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._keep_alive, name="attempt", daemon=True)
+
+    def __enter__(self) -> Attempt:
+        self._write()
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        self._ended.set()
+        self._thread.join()
+        with contextlib.suppress(Exception):  # the run's own outcome matters more; the next one reads the record
+            if kind is None:
+                self._folder.delete([self._name])
+            else:
+                self._write(ended=True)
+
+    def drew(self, publication: str) -> None:
+        """Before anything is written under that publication."""
+        self._publications.append(publication)
+        self.renew()
+
+    def renew(self) -> None:
+        """A sign of life. Raises `PublicationConflictError` if another run took this one for dead and cleaned its
+        files away: from then on it can publish nothing."""
+        self._taken = self._taken or self._folder.read(self._name) is None
+        self.check()
+        self._write()
+
+    def check(self) -> None:
+        """As `renew`, of what the last renewal saw; costs nothing."""
+        if self._taken:
+            raise self.taken_for_dead()
+
+    def taken_for_dead(self) -> PublicationConflictError:
+        return PublicationConflictError(
+            "another run took this one for dead and removed its files",
+            stage="publish",
+            item=self.day,
+            expected=f"a sign of life at least every {self._lease.total_seconds():g} s",
+            got="none for longer than that: was the machine suspended?",
+            next_step="run the day again",
+        )
+
+    def dead_ones(self) -> Sequence[DeadAttempt]:
+        """Other attempts at the day whose run has ended or has not renewed its record for a whole lease."""
+        self.renew()
+        records = {file.name: file for file in self._folder.list(self.day) if _RECORD.search(file.name)}
+        own = records.pop(self._name, None)
+        if own is None:
+            raise self.taken_for_dead()
+        found = []
+        for name, file in records.items():
+            written = self._folder.read(name)
+            if written is None:
+                continue  # cleaned by somebody else
+            try:
+                record = json.loads(written)
+            except ValueError:
+                record = {"publications": [], "ended": False}  # whoever wrote it is known by the file's name alone
+            if record["ended"] or own.modified - file.modified > self._lease:
+                found.append(DeadAttempt(PurePosixPath(name).stem, tuple(record["publications"])))
+        return found
+
+    def forget(self, dead: DeadAttempt) -> None:
+        """Nothing of it is left."""
+        self._folder.sweep(self.day, dead.id)
+
+    @property
+    def _name(self) -> str:
+        return f"{self.day}/{self.id}.json"
+
+    def _write(self, *, ended: bool = False) -> None:
+        with self._lock:  # around the record too: a renewal must not undo what was added meanwhile
+            record = {"id": self.id, "run_id": self.run_id, "publications": self._publications, "ended": ended}
+            self._folder.write(self._name, json.dumps(record).encode())
+
+    def _keep_alive(self) -> None:
+        while not self._ended.wait(self._lease.total_seconds() / _RENEWALS_PER_LEASE):
+            with contextlib.suppress(Exception):  # storage that fails for a moment: the next renewal may pass
+                self.renew()

@@ -1,0 +1,159 @@
+"""One shard's file: the declared columns, and the writer that fills them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gpu_runtime.errors import SpecError
+from gpu_runtime.predictions.storage import FileWriter, Folder
+from gpu_runtime.specs import TensorSpec, digest_of
+
+_ROWS_PER_GROUP = 65_536
+_PROVENANCE = ("model_digest", "engine_digest", "run_id")
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """What made a row: the exported model, the engine built from it, the run. Each row carries all three."""
+
+    model_digest: str
+    engine_digest: str
+    run_id: str
+
+
+@dataclass(frozen=True)
+class PredictionSchema:
+    """The declared columns of a model's predictions.
+
+    Each output tensor becomes a column of its name (a list for a row of shape `[k]`). `class_names` maps an
+    index output to its names and adds a text column beside it.
+    """
+
+    outputs: tuple[TensorSpec, ...]
+    class_names: Mapping[str, tuple[str, ...]]
+
+    def fields(self) -> list[Any]:
+        """Arrow fields of a shard's file, in order; the partition column `date` is not in the file."""
+        import pyarrow as pa
+
+        fields = [
+            pa.field("row_key", pa.string()),
+            pa.field("source_file", pa.string()),
+            pa.field("source_position", pa.int64()),
+        ]
+        for spec in self.outputs:
+            value = pa.from_numpy_dtype(spec.numpy_dtype)
+            fields.append(pa.field(spec.name, value if not spec.shape else pa.list_(value)))
+            if spec.name in self.class_names:
+                fields.append(pa.field(label_column(spec.name), pa.list_(pa.string()) if spec.shape else pa.string()))
+        return [*fields, *(pa.field(name, pa.string()) for name in _PROVENANCE)]
+
+    def arrow(self) -> Any:
+        import pyarrow as pa
+
+        return pa.schema([pa.field("date", pa.date32()), *self.fields()])
+
+    @property
+    def digest(self) -> str:
+        return digest_of([[f.name, str(f.type)] for f in self.fields()] + [self.class_names])
+
+
+def shard_file(day: str, shard: int, attempt: str) -> str:
+    """The file's name, relative to the table."""
+    return f"date={day}/part-{shard:06}-{attempt}.parquet"
+
+
+def label_column(output: str) -> str:
+    """`top_index` → `top_label`."""
+    return output.removesuffix("_index") + "_label"
+
+
+class ShardWriter:
+    """Collects one shard's scored rows and writes them as one Parquet file, then its receipt's facts.
+
+    The file appears when it is finished. Its name carries the attempt's id, so that a dead run's file is never
+    mistaken for a live one's.
+    """
+
+    def __init__(
+        self, table: Folder, schema: PredictionSchema, day: str, shard: int, attempt: str, provenance: Provenance
+    ) -> None:
+        self._table, self._schema, self._provenance = table, schema, provenance
+        self.file = shard_file(day, shard, attempt)
+        self.rows = 0
+        self._file: FileWriter | None = None
+        self._writer: Any = None
+        self._pending: list[Any] = []
+        self._pending_rows = 0
+
+    def append(
+        self, keys: Sequence[str], files: Sequence[str], positions: Sequence[int], outputs: Mapping[str, Any]
+    ) -> None:
+        """Add rows; `outputs` (`[n, *shape]`) are copied."""
+        import pyarrow as pa
+
+        count = len(keys)
+        arrays: list[Any] = [
+            pa.array(keys, pa.string()),
+            pa.array(files, pa.string()),
+            pa.array(positions, pa.int64()),
+        ]
+        for spec in self._schema.outputs:
+            values = np.array(outputs[spec.name], spec.numpy_dtype, copy=True)
+            arrays.append(_column(values, pa.array(values.ravel())))
+            names = self._schema.class_names.get(spec.name)
+            if names is not None:
+                _check_names(spec, values, names)
+                arrays.append(_column(values, pa.array(np.asarray(names, object)[values.ravel()], pa.string())))
+        arrays += [pa.array([getattr(self._provenance, name)] * count) for name in _PROVENANCE]
+        self._pending.append(pa.RecordBatch.from_arrays(arrays, schema=pa.schema(self._schema.fields())))
+        self._pending_rows += count
+        self.rows += count
+        if self._pending_rows >= _ROWS_PER_GROUP:
+            self._flush()
+
+    def finish(self) -> tuple[int, str]:
+        """Put the complete file in place; returns its size and SHA-256."""
+        self._flush()
+        assert self._file is not None
+        self._writer.close()
+        return self._file.commit()
+
+    def _flush(self) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        schema = pa.schema(self._schema.fields())
+        if self._writer is None:
+            self._file = self._table.writer(self.file)
+            # Scores hardly ever repeat: a dictionary would only cost time. Files and provenance always do.
+            self._writer = pq.ParquetWriter(self._file, schema, use_dictionary=["source_file", *_PROVENANCE])
+        if self._pending:
+            self._writer.write_table(pa.Table.from_batches(self._pending, schema))
+        self._pending, self._pending_rows = [], 0
+
+
+def _check_names(spec: TensorSpec, values: Any, names: Sequence[str]) -> None:
+    if values.size and not 0 <= values.min() <= values.max() < len(names):
+        raise SpecError(
+            "an output is no position in its class names",
+            stage="publish",
+            item=spec.name,
+            expected=f"0 … {len(names) - 1}",
+            got=f"{values.min()} … {values.max()}",
+            next_step="give `class_names` a file with one line for each class",
+        )
+
+
+def _column(values: Any, flat: Any) -> Any:
+    """`flat` as it is for scalar rows, as lists of k for rows `[k]`."""
+    import pyarrow as pa
+
+    if values.ndim == 1:
+        return flat
+    count, width = values.shape[0], int(np.prod(values.shape[1:]))
+    return pa.ListArray.from_arrays(pa.array(np.arange(count + 1, dtype=np.int32) * width), flat)
