@@ -136,6 +136,8 @@ class PredictionTable:
                     fields,
                     mode="error",
                     partition_by=["date"],
+                    # Whoever opens the table reads its log back to the last checkpoint, file by file.
+                    configuration={"delta.checkpointInterval": "10"},
                     storage_options=folder.options,
                     # A creation that retries puts its columns on top of a table that others already write to.
                     commit_properties=CommitProperties(max_commit_retries=0),
