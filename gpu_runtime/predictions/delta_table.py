@@ -21,7 +21,6 @@ import json
 import math
 import secrets
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -279,36 +278,25 @@ class PredictionTable:
 
         That is files which no version of the table has named, and quarantined rows and records of publications
         that were never committed. Superseded files stay for readers of older versions, until `vacuum`; files of runs
-        that live are never touched. The day is published already, so whatever goes wrong here is a warning: what is
-        left is removed by the next run.
+        that live are never touched. If it fails, the day is published all the same, and its next run makes up for it.
         """
         removed: list[str] = []
         with around(self._faults, "clean-up"):
-            try:
-                self._remove_leftovers(attempt, removed)
-            except Exception as error:
-                warnings.warn(
-                    f"{attempt.day}: leftovers of dead runs stay until the next run ({type(error).__name__})",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
+            dead = attempt.dead_ones()
+            if not dead:
+                return removed
+            table = self._enter_as_dead(dead)
+            published = {one.id: table.transaction_version(_attempt_app(one.id)) for one in dead}
+            for one in dead:
+                if published[one.id] == _TAKEN_FOR_DEAD:
+                    removed += self.predictions.sweep(f"date={attempt.day}", one.id)
+            lost = [f"'{number}'" for one in dead for number in one.publications if int(number) != published[one.id]]
+            if lost:
+                for rows in (self.quarantine, self.runs):
+                    delete_rows(rows, f"date = '{attempt.day}' AND publication IN ({', '.join(lost)})")
+            for one in dead:
+                attempt.forget(one)
         return removed
-
-    def _remove_leftovers(self, attempt: Attempt, removed: list[str]) -> None:
-        dead = attempt.dead_ones()
-        if not dead:
-            return
-        table = self._enter_as_dead(dead)
-        published = {one.id: table.transaction_version(_attempt_app(one.id)) for one in dead}
-        for one in dead:
-            if published[one.id] == _TAKEN_FOR_DEAD:
-                removed += self.predictions.sweep(f"date={attempt.day}", one.id)
-        lost = [f"'{number}'" for one in dead for number in one.publications if int(number) != published[one.id]]
-        if lost:
-            for rows in (self.quarantine, self.runs):
-                delete_rows(rows, f"date = '{attempt.day}' AND publication IN ({', '.join(lost)})")
-        for one in dead:
-            attempt.forget(one)
 
     def _enter_as_dead(self, dead: Sequence[DeadAttempt]) -> Any:
         """The table as it is once each of the attempts has an entry. From then on none of them can publish: one that
