@@ -22,6 +22,9 @@ quarantine table.
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 
 class InferenceError(Exception):
     """What happened, on which item, what was expected, what came, and what to do next.
@@ -50,6 +53,11 @@ class InferenceError(Exception):
         if next_step is not None:
             parts.append(f"Next: {next_step}.")
         super().__init__(" ".join(parts))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # By default an exception is made again from its text alone, which fails in the process that receives it.
+        facts = {name: getattr(self, name) for name in ("stage", "item", "expected", "got", "next_step")}
+        return partial(type(self), self.what, **facts), ()
 
 
 class SpecError(InferenceError):

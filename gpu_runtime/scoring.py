@@ -19,6 +19,7 @@ from gpu_runtime.datasets.decode import DecodePool
 from gpu_runtime.datasets.partition import DatasetPartition, ShardReader, ShardTask, Source, check_unchanged
 from gpu_runtime.device.protocol import Device
 from gpu_runtime.errors import (
+    DatasetError,
     DeviceError,
     EngineMismatchError,
     InferenceError,
@@ -37,6 +38,9 @@ from gpu_runtime.promotion.plan import ServingPlan
 from gpu_runtime.promotion.store import CeilingStore
 from gpu_runtime.quality.drift import OutputReview, drift
 from gpu_runtime.specs import to_plain
+
+_REVIEWED_DAYS = 7
+"""How far back a day with something to compare is looked for."""
 
 _REVIEWED_VALUES, _REVIEWED_ROWS = 100_000, 1_000
 """Of each output so many values are enough for a distribution, but never fewer rows; a day may have any number."""
@@ -88,7 +92,7 @@ class Predictions:
     @property
     def accounted(self) -> bool:
         """Every row read is either published or in quarantine."""
-        return self.rows_in == self.published + self.published_quarantined
+        return self.scored == self.published and self.rows_in == self.published + self.published_quarantined
 
 
 @dataclass
@@ -168,10 +172,11 @@ class Scorer:
         *,
         max_quarantined_fraction: float = 1.0,
         force: bool = False,
-    ) -> tuple[list[Receipt], RunStats | None]:
+    ) -> tuple[list[Receipt], int, RunStats | None]:
         """`score_shard` for several shards, without draining the ring between them.
 
-        Receipts come in the tasks' order; the statistics are of what was scored now, None if nothing was.
+        Receipts come in the tasks' order; then how many of them were there before, and statistics of what was scored
+        now, None if nothing was.
         Raises `TooManyQuarantinedError` as soon as a larger share of the tasks' rows is in quarantine.
         """
         receipts = {} if force else {task.index: found for task in tasks if (found := self._find(task, to))}
@@ -188,10 +193,10 @@ class Scorer:
                 one for one in receipts.values() if one.failed_in("engine") or one.failed_in("output")
             )
             raise
-        return [receipts[task.index] for task in tasks], stats
+        return [receipts[task.index] for task in tasks], len(tasks) - len(pending), stats
 
     def _find(self, task: ShardTask, to: Destination) -> Receipt | None:
-        return to.table.receipts.find(task.day, task.index, self._key(task, to))
+        return to.table.resume(to.attempt, task.index, self._key(task, to))
 
     def _key(self, task: ShardTask, to: Destination) -> str:
         return resume_key(task, self.plan.scoring_key, to.schema.digest)
@@ -246,6 +251,16 @@ class Scorer:
 
     def _close_shard(self, shard: _OpenShard, to: Destination) -> Receipt:
         check_unchanged(shard.task)
+        expected, got = shard.task.rows, shard.writer.rows + len(shard.quarantined)
+        if not expected == shard.reader.rows == got:
+            raise DatasetError(
+                "the shard does not have the rows that were counted when the day was cut",
+                stage="dataset",
+                item=f"{shard.task.day}, shard {shard.task.index}",
+                expected=f"{expected} rows",
+                got=f"{shard.reader.rows} read, {shard.writer.rows} scored, {len(shard.quarantined)} quarantined",
+                next_step="run the day again once its files are complete",
+            )
         with around(self._faults, "data file"):
             nbytes, sha256 = shard.writer.finish()
         receipt = Receipt(
@@ -288,7 +303,7 @@ class _Allowance:
             self._reasons[row.reason] += 1
             self._example.setdefault(row.reason, row.source_file)
         taken = self._reasons.total()
-        if taken > self._fraction * self._rows:
+        if quarantined and taken / self._rows > self._fraction:
             most = [f"{reason} ({n} rows, as in {self._example[reason]})" for reason, n in self._reasons.most_common(3)]
             raise TooManyQuarantinedError(
                 "too many rows cannot be scored; nothing was published",
@@ -341,17 +356,21 @@ def score_partition(
     plan, key = scorer.plan, day_key(partition.shards, scorer.plan.scoring_key, schema.digest)
     with table.attempt(partition.day, run_id) as attempt:
         before = table.published(partition.day)
-        if reused := before is not None and before.record.day_key == key and not force:
+        if reused := (
+            before is not None
+            and before.record.day_key == key
+            and not force
+            and table.holds(partition.day, before.record)
+        ):
             number, record, stats, resumed = before.number, before.record, None, len(partition.shards)
         else:
-            receipts, stats = scorer.score_shards(
+            receipts, resumed, stats = scorer.score_shards(
                 partition.shards,
                 source,
                 Destination(table, schema, attempt),
                 max_quarantined_fraction=scorer.policy.max_quarantined_fraction,
                 force=force,
             )
-            resumed = sum(attempt.id not in receipt.file for receipt in receipts)
             quarantined = sum(len(receipt.quarantined) for receipt in receipts)
             scored = sum(receipt.rows for receipt in receipts)
             record = DayRecord(
@@ -360,7 +379,9 @@ def score_partition(
                 rows_in=sum(receipt.rows_in for receipt in receipts),
                 scored=scored,
                 quarantined=quarantined,
-                report=run_report(plan, partition, scored, quarantined, resumed, stats, run_id),
+                report=run_report(plan, partition, scored, quarantined, resumed, stats, run_id)
+                | {"scored_by_runs": sorted({receipt.run_id for receipt in receipts})}
+                | ({} if stats is None else {"batch": scorer.executor.batch, "plan_batch": plan.batch}),
             )
             number = table.publish(schema, attempt, receipts, record, before.number if before else None)
         left_behind = None
@@ -403,7 +424,8 @@ def review_outputs(table: PredictionTable, schema: PredictionSchema, day: str) -
     widest = max(math.prod(spec.shape) for spec in schema.outputs)
     rows = max(_REVIEWED_ROWS, _REVIEWED_VALUES // widest)
     current, non_finite = _finite_outputs(table, schema, day, rows)
-    for earlier in sorted((other for other in table.days() if other < day), reverse=True) if current else ():
+    earlier_days = sorted((other for other in table.days() if other < day), reverse=True)
+    for earlier in earlier_days[:_REVIEWED_DAYS] if current else ():
         reference, _ = _finite_outputs(table, schema, earlier, rows)
         if shared := [name for name in current if name in reference]:
             return OutputReview(non_finite, earlier, {name: drift(reference[name], current[name]) for name in shared})

@@ -131,7 +131,16 @@ class HandmadeDays:
             writer.append(keys, ["a.parquet"] * count, list(range(count)), outputs or {"score": np.asarray(scores)})
         nbytes, sha256 = writer.finish()
         return Receipt(
-            attempt.day, shard, "key", attempt.run_id, writer.file, nbytes, sha256, count + len(rotten), count, rotten
+            attempt.day,
+            shard,
+            f"key-{shard}",
+            attempt.run_id,
+            writer.file,
+            nbytes,
+            sha256,
+            count + len(rotten),
+            count,
+            rotten,
         )
 
     def record(self, attempt: Attempt, receipts: tuple[Receipt, ...], report: Mapping[str, Any]) -> DayRecord:

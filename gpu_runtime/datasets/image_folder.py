@@ -18,13 +18,14 @@ from gpu_runtime.datasets.partition import (
     RowFailure,
     RowOrigin,
     ShardTask,
+    day_files,
     day_folder,
     reading_of,
 )
 from gpu_runtime.errors import RowError, SpecError
 from gpu_runtime.specs import TensorSpec
 
-_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp"})
+_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 
 
 @dataclass(frozen=True)
@@ -50,11 +51,7 @@ class ImageFolderSource:
 
     def partition(self, day: str) -> DatasetPartition:
         folder = day_folder(Path(self.root), day)
-        files = [
-            FileFingerprint.of(path, folder)
-            for path in sorted(folder.rglob("*"))
-            if path.suffix.lower() in _SUFFIXES and not path.name.startswith(".") and path.is_file()
-        ]
+        files = [FileFingerprint.of(path, folder) for path in day_files(folder, _SUFFIXES, hidden=(".", "_temporary"))]
         step, reading = self.files_per_shard, reading_of(self)
         shards = [tuple(files[start : start + step]) for start in range(0, len(files), step)]
         return DatasetPartition(

@@ -17,6 +17,7 @@ from gpu_runtime.datasets.partition import (
     RowFailure,
     RowOrigin,
     ShardTask,
+    day_files,
     day_folder,
     reading_of,
 )
@@ -31,7 +32,8 @@ class ParquetSource:
     `columns` maps each input to its columns: one for a scalar row, k for a row of shape `[k]`.
     `vocabularies` maps a text column to its known values; the id is the position.
     A null, a value that is not finite, an unknown category and a value outside the input's declared range
-    each quarantine their row. `rows_per_shard` bounds what one shard holds in memory.
+    each quarantine their row. `rows_per_shard` bounds what one shard holds in memory, unless a single row group
+    holds more.
     """
 
     root: str
@@ -61,10 +63,7 @@ class ParquetSource:
         folder = day_folder(Path(self.root), day)
         shards: list[ShardTask] = []
         reading = reading_of(self)
-        for path in sorted(folder.rglob("*")):
-            # A folder may carry the suffix too: Spark names the folder of a table so.
-            if path.suffix.lower() != ".parquet" or path.name.startswith((".", "_")) or path.is_dir():
-                continue
+        for path in day_files(folder, (".parquet",), hidden=(".", "_")):
             try:
                 fingerprint = FileFingerprint.of(path, folder)
                 groups = _row_group_ranges(pq.read_metadata(path), self.rows_per_shard)
@@ -170,15 +169,17 @@ def _unreadable(what: str, item: str, error: Exception) -> DatasetError:
 
 def _row_group_ranges(metadata: Any, rows_per_shard: int) -> list[tuple[tuple[int, int], int]]:
     """Half-open ranges of row groups that cover every row of the file, and how many rows each holds."""
-    ranges, first, rows = [], 0, 0
-    if metadata.num_rows != sum(metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)):
+    counts = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+    if metadata.num_rows != sum(counts):
         raise ValueError("the row groups do not hold the rows that the footer promises")
-    for group in range(metadata.num_row_groups):
-        rows += metadata.row_group(group).num_rows
-        if rows >= rows_per_shard or group == metadata.num_row_groups - 1:
-            ranges.append(((first, group + 1), rows))
-            first, rows = group + 1, 0
-    return ranges
+    ranges: list[tuple[tuple[int, int], int]] = []
+    first, rows = 0, 0
+    for group, count in enumerate(counts):
+        if rows and rows + count > rows_per_shard:
+            ranges.append(((first, group), rows))
+            first, rows = group, 0
+        rows += count
+    return [*ranges, ((first, len(counts)), rows)] if counts else []
 
 
 class ParquetReader:

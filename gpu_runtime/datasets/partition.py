@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,7 +25,10 @@ class FileFingerprint:
 
     @staticmethod
     def of(path: Path, folder: Path) -> FileFingerprint:
-        stat = path.stat()
+        try:
+            stat = path.stat()
+        except FileNotFoundError:
+            stat = path.lstat()  # a link to nothing is a file that cannot be read
         return FileFingerprint(path.relative_to(folder).as_posix(), stat.st_size, stat.st_mtime_ns)
 
 
@@ -156,12 +159,39 @@ def day_folder(root: Path, day: str) -> Path:
     return folder
 
 
+def day_files(folder: Path, suffixes: Container[str], hidden: tuple[str, ...]) -> list[Path]:
+    """The day's files, in order. Whatever lies under a name that starts with one of `hidden` is left out: other tools
+    keep what they have not finished there.
+
+    Raises `DatasetError` when there are files and none has one of the suffixes: that is no empty day.
+    """
+    seen = [
+        path
+        for path in sorted(folder.rglob("*"))
+        if not path.is_dir() and not any(part.startswith(hidden) for part in path.relative_to(folder).parts)
+    ]
+    files = [path for path in seen if path.suffix.lower() in suffixes]
+    if seen and not files:
+        raise DatasetError(
+            "the day has files, and none that is read",
+            stage="dataset",
+            item=folder.name,
+            expected=str(suffixes),
+            got=f"{len(seen)} others, the first {seen[0].name}",
+            next_step="land the day in the declared format; a day without rows is an empty folder",
+        )
+    return files
+
+
 def check_unchanged(shard: ShardTask) -> None:
     """The shard's files are still those that were fingerprinted, or `DatasetError`."""
     folder = Path(shard.folder)
     for expected in shard.files:
         path = folder / expected.path
-        found = FileFingerprint.of(path, folder) if path.is_file() else None
+        try:
+            found = FileFingerprint.of(path, folder)
+        except FileNotFoundError:
+            found = None
         if found != expected:
             raise DatasetError(
                 "the file changed while the day was being scored",

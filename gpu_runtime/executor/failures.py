@@ -113,11 +113,24 @@ class Rescue:
             return self.rows(rows)
         if isinstance(error, InferenceError):
             raise error
-        if len(rows) <= 1:
-            reason = f"the {self.by} failed on this row"
-            return [RowFailure(row, self.stage, reason, type(error).__name__) for row in rows]
+        if not rows:
+            return []
+        if len(rows) == 1:
+            return self._alone(rows)
         half = len(rows) // 2
         return self.rows(rows[:half]) + self.rows(rows[half:])
+
+    def _alone(self, rows: Sequence[int]) -> list[RowFailure]:
+        """A row that failed by itself, once more: what failed may have been the device, for a moment."""
+        try:
+            self.run(rows)
+        except Exception as error:
+            if is_out_of_memory(error):
+                return self.after(error, rows, 1 if self.ceiling is None else self.ceiling.rows)
+            if isinstance(error, InferenceError):
+                raise
+            return [RowFailure(rows[0], self.stage, f"the {self.by} failed on this row", type(error).__name__)]
+        return []
 
 
 def unusable_inputs(

@@ -16,10 +16,10 @@ Failure contract:
      A decoder that raises is tried on fewer rows until single rows fail; those are reported.
   2. A row that holds what must not reach a device (not finite, outside its declared range) leaves a hole, too.
   3. A batch that the engine fails on, while it is queued or while it runs, is bisected until single rows
-     fail; those are reported, the rest kept. An engine that fails on hundreds of rows in a row is broken: the run
-     ends with `DeviceError`.
-  4. Out of memory is no row's fault: the batch is halved until it fits, and no later batch is larger. A single row
-     that does not fit ends the run with `DeviceError`.
+     fail, twice; those are reported, the rest kept. An engine that then fails on harmless values, too, is broken:
+     the run ends with `DeviceError`.
+  4. Out of memory is no row's fault: the batch is tried again once the others are done, then halved until it fits,
+     and no later batch is larger. A single row that does not fit ends the run with `DeviceError`.
   5. A row whose output is not finite, or not one that the output can be, is reported, not returned as scored.
   6. A source that raises, a decoder that raises an error of this package or has no memory, or `write` that
      raises, ends the run with that error. Batches already written stay written; no later batch is written.
@@ -60,9 +60,6 @@ from gpu_runtime.executor.failures import (
 from gpu_runtime.executor.slots import Slot, allocate_slot
 from gpu_runtime.executor.stage_clock import RunStats, StageClock, StageTime
 from gpu_runtime.faults import FaultPlan, around, no_faults
-
-_HOPELESS_ROWS = 256
-"""After so many rows, in two batches or more of which not one row passed, it is the engine that is broken."""
 
 _HEARTBEAT_S = 1.0
 """How often the calling thread looks up. A signal that comes just before it goes to sleep does not wake it."""
@@ -248,7 +245,6 @@ class _Run:
         self._rows = self._count = self._padded = 0
         self._latencies_ms: list[float] = []
         self._most_pieces = 1
-        self._hopeless = 0  # rows in a row that the engine failed on
 
     def execute(self) -> RunStats:
         executor = self._executor
@@ -451,8 +447,6 @@ class _Run:
                     flight.finish()
                 except Exception as error:
                     results = self._rescue(flight, error)
-                else:
-                    self._hopeless = 0
             self._latencies_ms.append((time.perf_counter() - flight.dispatched_at) * 1e3)
             flight.failures += unusable_outputs(executor.engine.file.outputs, results, flight.rows)
             first = {failure.row: failure for failure in reversed(flight.failures)}  # each row is reported once
@@ -494,23 +488,34 @@ class _Run:
             executor.ceiling,
             between_parts=lambda: self._progress("compute"),
         )
+        again = isinstance(error, _OversizedError)
         if is_out_of_memory(error):
             for other in executor._slots:  # their memory comes free first: it may be all that was missing
                 with contextlib.suppress(Exception):  # that batch's own turn will tell
                     other.copied_out.synchronize()
-        oversized = isinstance(error, _OversizedError)
-        failures = engine.rows(rows) if oversized else engine.after(error, rows, tried)
+            again = True
+        failures = engine.rows(rows) if again else engine.after(error, rows, tried)
+        if failures:
+            self._check_engine(flight, error)
         flight.failures += failures
-        earlier, self._hopeless = self._hopeless, self._hopeless + len(rows) if len(failures) == len(rows) else 0
-        if earlier and self._hopeless >= _HOPELESS_ROWS:
-            raise DeviceError(
-                f"the engine failed on each of {self._hopeless} rows in a row",
-                stage="execute",
-                item=executor.engine.file.key,
-                got=type(error).__name__,  # the cause has the rest; its text may quote a cell
-                next_step="materialize engine, benchmark and serving_plan again; no row is to blame",
-            ) from error
         return kept
+
+    def _check_engine(self, flight: _Flight, error: Exception) -> None:
+        """An engine that fails on harmless values, too, is broken: then no row is to blame."""
+        flight.shape = self._executor.batch
+        flight.slot.fill_holes(range(flight.shape))
+        self._executor._queue(flight)
+        try:
+            flight.finish()
+        except Exception:
+            raise DeviceError(
+                "the engine fails on harmless values, too",
+                stage="execute",
+                item=self._executor.engine.file.key,
+                got=type(error).__name__,  # the cause has the rest; its text may quote a cell
+                next_step="look at the device, and run again; if it stays so, materialize engine, benchmark and "
+                "serving_plan again. No row is to blame",
+            ) from error
 
     def _settle(self, threads: list[threading.Thread]) -> None:
         """A thread of its own, so that its waits can be given up: once the run ends, wait until no thread, no piece

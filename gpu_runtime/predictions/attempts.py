@@ -24,6 +24,7 @@ from gpu_runtime.errors import PublicationConflictError
 from gpu_runtime.predictions.storage import Folder
 
 _RENEWALS_PER_LEASE = 5
+_GRACE_S = 10.0
 _RECORD = re.compile(r"/[0-9a-f]{32}\.json$")
 
 
@@ -31,6 +32,7 @@ _RECORD = re.compile(r"/[0-9a-f]{32}\.json$")
 class DeadAttempt:
     """`publications` are those it drew; whether it committed one, the table knows."""
 
+    day: str
     id: str
     publications: tuple[str, ...]
 
@@ -55,9 +57,15 @@ class Attempt:
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         self._ended.set()
+        # Storage that hangs, or fails, must not keep the run from ending: the lease tells the rest.
+        last = threading.Thread(target=self._end, args=(kind is None,), name="attempt ends", daemon=True)
+        last.start()
+        last.join(_GRACE_S)
+
+    def _end(self, published: bool) -> None:
         self._thread.join()
         with contextlib.suppress(Exception):  # the run's own outcome matters more; the next one reads the record
-            if kind is None:
+            if published:
                 self._folder.delete([self._name])
             else:
                 self._write(ended=True)
@@ -90,9 +98,9 @@ class Attempt:
         )
 
     def dead_ones(self) -> Sequence[DeadAttempt]:
-        """Other attempts at the day whose run has ended or has not renewed its record for a whole lease."""
+        """Other attempts, at any day, whose run has ended or has not renewed its record for a whole lease."""
         self.renew()
-        records = {file.name: file for file in self._folder.list(self.day) if _RECORD.search(file.name)}
+        records = {file.name: file for file in self._folder.list() if _RECORD.search(file.name)}
         own = records.pop(self._name, None)
         if own is None:
             raise self.taken_for_dead()
@@ -103,15 +111,16 @@ class Attempt:
                 continue  # cleaned by somebody else
             try:
                 record = json.loads(written)
-            except ValueError:
-                record = {"publications": [], "ended": False}  # whoever wrote it is known by the file's name alone
-            if record["ended"] or own.modified - file.modified > self._lease:
-                found.append(DeadAttempt(PurePosixPath(name).stem, tuple(record["publications"])))
+                ended, publications = bool(record["ended"]), tuple(record["publications"])
+            except (ValueError, KeyError, TypeError):
+                ended, publications = False, ()  # whoever wrote it is known by the file's name alone
+            if ended or own.modified - file.modified > self._lease:
+                found.append(DeadAttempt(name.partition("/")[0], PurePosixPath(name).stem, publications))
         return found
 
     def forget(self, dead: DeadAttempt) -> None:
         """Nothing of it is left."""
-        self._folder.sweep(self.day, dead.id)
+        self._folder.sweep(dead.day, dead.id)
 
     @property
     def _name(self) -> str:

@@ -39,6 +39,7 @@ from gpu_runtime.predictions.shard_file import PredictionSchema, Provenance, Sha
 from gpu_runtime.predictions.storage import COMMIT_TRIES, Folder, append_rows, delete_rows, open_table
 from gpu_runtime.specs import TensorSpec
 
+_NO_DAY = "0001-01-01"
 _TAKEN_FOR_DEAD = 0
 _COPIES_AT_ONCE = 8
 
@@ -103,8 +104,11 @@ class PredictionTable:
         number = self.current_publication(day)
         if number is None:
             return None
-        found = open_table(self.runs).to_pandas(filters=[on_day(day), ("publication", "=", number)])
-        if found.empty:  # somebody emptied the table of runs: nothing is known of the day, so it is scored again
+        runs = open_table(self.runs)
+        found = None if runs is None else runs.to_pandas(filters=[on_day(day), ("publication", "=", number)])
+        if found is None or found.empty or "day_key" not in found:
+            # Somebody emptied the table of runs, or it is of an older kind. Nothing is known of the day: it is scored
+            # again.
             return Publication(number, DayRecord("", Provenance("", "", ""), 0, 0, 0, {}))
         row = found.iloc[0]
         provenance = Provenance(row["model_digest"], row["engine_digest"], row["run_id"])
@@ -151,6 +155,15 @@ class PredictionTable:
         """For one shard's rows. Raises `PublicationConflictError` when the attempt was taken for dead."""
         attempt.check()
         return ShardWriter(self.predictions, schema, attempt.day, shard, attempt.id, provenance)
+
+    def resume(self, attempt: Attempt, shard: int, key: str) -> Receipt | None:
+        """The receipt of that resume key, its file made this attempt's own: whoever cleans up after the run that
+        wrote it takes nothing away from this one."""
+        found = self.receipts.find(attempt.day, shard, key)
+        try:
+            return found and self._adopt(attempt, found)
+        except PublicationConflictError:
+            return None  # it went just now
 
     def publish(
         self,
@@ -274,7 +287,7 @@ class PredictionTable:
         )
 
     def clean_up(self, attempt: Attempt) -> Sequence[str]:
-        """Remove what dead runs left behind for this day; returns the names of the files removed.
+        """Remove what dead runs left behind, at any day; returns the names of the files removed.
 
         That is files which no version of the table has named, and quarantined rows and records of publications
         that were never committed. Superseded files stay for readers of older versions, until `vacuum`; files of runs
@@ -289,11 +302,14 @@ class PredictionTable:
             published = {one.id: table.transaction_version(_attempt_app(one.id)) for one in dead}
             for one in dead:
                 if published[one.id] == _TAKEN_FOR_DEAD:
-                    removed += self.predictions.sweep(f"date={attempt.day}", one.id)
-            lost = [f"'{number}'" for one in dead for number in one.publications if int(number) != published[one.id]]
+                    removed += self.predictions.sweep(f"date={one.day}", one.id)
+            lost = [(one.day, n) for one in dead for n in one.publications if int(n) != published[one.id]]
             if lost:
+                days, numbers = (
+                    ", ".join(f"'{value}'" for value in sorted(set(both))) for both in zip(*lost, strict=True)
+                )
                 for rows in (self.quarantine, self.runs):
-                    delete_rows(rows, f"date = '{attempt.day}' AND publication IN ({', '.join(lost)})")
+                    delete_rows(rows, f"date IN ({days}) AND publication IN ({numbers})")
             for one in dead:
                 attempt.forget(one)
         return removed
@@ -333,14 +349,19 @@ class PredictionTable:
         """Remove files that the tables have not used for so long, superseded days among them; returns their names,
         relative to the root.
 
-        Readers of versions older than that end with an error. A run must not last longer than that.
+        Readers of versions older than that end with an error. A run must not last longer than that. Dead runs'
+        leftovers go, too, and receipts whose file is gone.
         """
         removed: list[str] = []
+        with self.attempt(_NO_DAY, "vacuum") as attempt:
+            if open_table(self.predictions) is not None:
+                removed += [f"predictions/{name}" for name in self.clean_up(attempt)]
         for folder in (self.predictions, self.quarantine, self.runs):
             table = open_table(folder)
             if table is not None:
                 gone = table.vacuum(retention_hours, dry_run=False, enforce_retention_duration=False, full=True)
                 removed += [f"{folder.uri.removeprefix(self.root.uri + '/')}/{name}" for name in gone]
+        removed += [f"receipts/{name}" for name in self.receipts.remove_void()]
         return removed + list(self.root.sweep_unfinished(retention_hours * 3600))
 
     def read_day(self, day: str) -> Any:
@@ -360,8 +381,9 @@ class PredictionTable:
         for batch in dataset.to_batches(columns=names):
             for spec in outputs:
                 column = batch.column(spec.name)
-                if column.null_count:
-                    continue  # the day was published before the model had this output
+                wide = math.prod(spec.shape)
+                if column.null_count or (spec.shape and len(column.flatten()) != wide * batch.num_rows):
+                    continue  # the day was published before the model had this output, or had it so
                 flat = (column.flatten() if spec.shape else column).to_numpy(zero_copy_only=False)
                 values = flat.reshape(batch.num_rows, math.prod(spec.shape))
                 if spec.name in non_finite:
@@ -369,6 +391,20 @@ class PredictionTable:
                 kept[spec.name].append(values[-seen % step :: step])
             seen += batch.num_rows
         return {name: np.concatenate(parts) if parts else np.empty((0, 1)) for name, parts in kept.items()}, non_finite
+
+    def holds(self, day: str, record: DayRecord) -> bool:
+        """Whether the table still has what the record says: as many rows, all by that engine. A table that somebody
+        restored or deleted from keeps the day's number, and loses its rows."""
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        found = open_table(self.predictions).to_pyarrow_dataset(file_pruning_predicate=[("date", "=", day)])
+        try:
+            engines = found.to_table(columns=["engine_digest"]).column("engine_digest")
+        except (OSError, pa.ArrowException):  # a file of it is lost, or cannot be read any more
+            return False
+        same = set(pc.unique(engines).to_pylist()) <= {record.provenance.engine_digest}
+        return same and len(engines) == record.scored and len(self.read_quarantine(day)) == record.quarantined
 
     def count_day(self, day: str) -> tuple[int, int]:
         """Rows in the day's published files, and rows its publication has in quarantine: counted, not recalled."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gpu_runtime.datasets.partition import ShardTask
@@ -45,7 +45,10 @@ class Receipt:
 
     @staticmethod
     def from_plain(plain: Mapping[str, Any]) -> Receipt:
-        return Receipt(**{**plain, "quarantined": tuple(QuarantinedRow(**row) for row in plain["quarantined"])})
+        made = Receipt(**{**plain, "quarantined": tuple(QuarantinedRow(**row) for row in plain["quarantined"])})
+        if made.rows_in != made.rows + len(made.quarantined) or type(made.nbytes) is not int:
+            raise ValueError("its counts do not add up")
+        return made
 
 
 def resume_key(shard: ShardTask, scoring_key: str, schema: str) -> str:
@@ -59,18 +62,20 @@ def day_key(shards: Sequence[ShardTask], scoring_key: str, schema: str) -> str:
 
 
 class ReceiptStore:
-    """Receipts of one model: `receipts/<day>/<shard>.json`; a shard keeps its newest receipt only."""
+    """Receipts of one model: `receipts/<day>/<resume key>.json`. A shard is found by what it is, not by its place in
+    the day: a file that arrives late moves all that come after it.
+    """
 
     def __init__(self, folder: Folder, table: Folder) -> None:
         self._folder, self._table = folder, table
 
     def write(self, receipt: Receipt) -> None:
         """After the data file is complete and stored; from here on the shard counts as done."""
-        self._folder.write(_name(receipt.day, receipt.shard), json.dumps(to_plain(receipt)).encode())
+        self._folder.write(_name(receipt.day, receipt.resume_key), json.dumps(to_plain(receipt)).encode())
 
     def find(self, day: str, shard: int, key: str) -> Receipt | None:
-        """The shard's receipt, if it is of the same key and its data file is whole."""
-        written = self._folder.read(_name(day, shard))
+        """The receipt of that key, for the place that its shard has in the day now, if its data file is whole."""
+        written = self._folder.read(_name(day, key))
         if written is None:
             return None
         try:
@@ -79,12 +84,26 @@ class ReceiptStore:
             return None  # it cannot be read: the shard is scored again
         if receipt.resume_key != key or self._table.digest(receipt.file) != receipt.sha256:
             return None
-        return receipt
+        return replace(receipt, shard=shard)
 
     def withdraw(self, receipts: Iterable[Receipt]) -> None:
         """These shards count as not done."""
-        self._folder.delete([_name(receipt.day, receipt.shard) for receipt in receipts])
+        self._folder.delete([_name(receipt.day, receipt.resume_key) for receipt in receipts])
+
+    def remove_void(self) -> list[str]:
+        """Remove receipts whose data file is gone; returns their names."""
+        files = {file.name for file in self._table.list()}
+        void = []
+        for one in self._folder.list():
+            try:
+                held = json.loads(self._folder.read(one.name) or b"")["file"] in files
+            except (ValueError, KeyError, TypeError):
+                held = False
+            if not held:
+                void.append(one.name)
+        self._folder.delete(void)
+        return void
 
 
-def _name(day: str, shard: int) -> str:
-    return f"{day}/{shard:06}.json"
+def _name(day: str, key: str) -> str:
+    return f"{day}/{key}.json"

@@ -232,6 +232,7 @@ def append_rows(folder: Folder, rows: Any, only: Sequence[tuple[str, str, Any]])
                 folder.uri,
                 rows,
                 mode="append",
+                schema_mode="merge",
                 partition_by=["date"],
                 storage_options=folder.options,
                 commit_properties=CommitProperties(max_commit_retries=COMMIT_TRIES),

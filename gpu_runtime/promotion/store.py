@@ -8,6 +8,7 @@ Two promoters cannot both create a number; rolling back appends an old plan unde
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import uuid
@@ -83,11 +84,12 @@ class CeilingStore:
     def find(self, engine_digest: str, device_class: DeviceClass) -> int | None:
         try:
             return int(json.loads(self._path(engine_digest, device_class).read_text())["rows"])
-        except FileNotFoundError:
-            return None
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            return None  # none, or one that cannot be read: it will be found again
 
     def lower(self, engine_digest: str, device_class: DeviceClass, rows: int) -> None:
-        write_atomically(self._path(engine_digest, device_class), json.dumps({"rows": rows}).encode())
+        with contextlib.suppress(OSError):  # a store that cannot be written costs the next run another try
+            write_atomically(self._path(engine_digest, device_class), json.dumps({"rows": rows}).encode())
 
     def _path(self, engine_digest: str, device_class: DeviceClass) -> Path:
         return self.root / "ceilings" / device_class.id / f"{engine_digest}.json"

@@ -21,7 +21,7 @@ from gpu_runtime.quantize.calibration import calibrate
 from gpu_runtime.quantize.int8 import quantize
 from gpu_runtime.scoring import Predictions, score_days
 from gpu_runtime.specs import digest_of
-from inference_dags.assets.range_run import RangeRun
+from inference_dags.assets.range_run import RangeRun, origin
 from inference_dags.assets.upstream import Upstream
 from inference_dags.checks import results as checks
 from inference_dags.metadata import (
@@ -377,7 +377,8 @@ def _published(
     for day, outcome in days:
         if isinstance(outcome, InferenceError):
             if context.has_partition_key:
-                raise outcome
+                context.log.error(f"{day} failed{origin(outcome)}")
+                raise outcome from None
             run.failed(day, outcome)
             continue
         version, metadata = outcome.day_key, predictions_metadata(outcome)

@@ -1,5 +1,6 @@
 """What Dagster is told about each day of a run over several."""
 
+import traceback
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -26,7 +27,9 @@ class RangeRun:
 
     def __init__(self, context: dg.AssetExecutionContext, key: dg.AssetKey, inputs: Mapping[dg.AssetKey, bool]) -> None:
         self._context, self._key = context, key
-        self._upstream = {day: self._versions(day, inputs) for day in context.partition_keys}
+        shared = self._versions(None, [upstream for upstream, daily in inputs.items() if not daily])
+        own = [upstream for upstream, daily in inputs.items() if daily]
+        self._upstream = {day: shared | self._versions(day, own) for day in context.partition_keys}
         self._logged: list[dg.AssetMaterialization] = []
         self._outcomes: dict[str, list[str]] = {}
         self._failed: dict[str, Exception] = {}
@@ -62,7 +65,7 @@ class RangeRun:
             )
 
     def failed(self, day: str, error: Exception) -> None:
-        self._context.log.error(f"{day} failed: {_text(error)}")
+        self._context.log.error(f"{day} failed: {_text(error)}{origin(error)}")
         self._failed[day] = error
 
     def check(self) -> None:
@@ -75,12 +78,14 @@ class RangeRun:
             outcomes["not tried"] = [day for day in days if day not in tried]
         outcomes["failed"] = list(self._failed)
         counts = ", ".join(f"{len(found)} {outcome}" for outcome, found in outcomes.items())
-        shown = " | ".join(f"{day}: {_text(error)}" for day, error in list(self._failed.items())[:_SHOWN])
+        shown = " | ".join(
+            f"{day}: {_text(error)}{origin(error)}" for day, error in list(self._failed.items())[:_SHOWN]
+        )
         raise dg.Failure(
             f"of {len(days)} days: {counts} ({', '.join(self._failed)}). {shown}",
             metadata={outcome.replace(" ", "_"): found for outcome, found in outcomes.items()},
             allow_retries=True,
-        ) from next(iter(self._failed.values()))
+        ) from None
 
     def repeat(self) -> None:
         for event in self._logged:
@@ -93,16 +98,29 @@ class RangeRun:
             "dagster/data_version_is_user_provided": "true",
         }
 
-    def _versions(self, day: str, inputs: Mapping[dg.AssetKey, bool]) -> dict[str, str]:
+    def _versions(self, day: str | None, inputs: Iterable[dg.AssetKey]) -> dict[str, str]:
         tags: dict[str, str] = {}
-        for key, daily in inputs.items():
-            wanted = dg.AssetRecordsFilter(key, asset_partitions=[day] if daily else None)
+        for key in inputs:
+            wanted = dg.AssetRecordsFilter(key, asset_partitions=[day] if day else None)
             found = self._context.instance.fetch_materializations(wanted, limit=1).records
             latest = found[0].asset_materialization if found else None
             version = (latest.tags or {}).get("dagster/data_version") if latest else None
             tags[f"dagster/input_data_version/{key.to_user_string()}"] = version or "INITIAL"
             tags[f"dagster/input_event_pointer/{key.to_user_string()}"] = str(found[0].storage_id) if found else "NULL"
         return tags
+
+
+def origin(error: BaseException) -> str:
+    """Where an error's causes came from: types and places in the code. Of texts only the operating system's: a
+    library's may quote a cell, and Dagster keeps whatever an exception drags along."""
+    places = []
+    cause = error.__cause__
+    while cause is not None:
+        last = traceback.extract_tb(cause.__traceback__)[-1:]
+        text = f" ({cause})" if isinstance(cause, OSError) else ""
+        places += [f"{type(cause).__name__}{text} at {one.filename}:{one.lineno}, in {one.name}" for one in last]
+        cause = cause.__cause__
+    return "".join(f"; caused by {place}" for place in places)
 
 
 def _text(error: Exception) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import dagster as dg
 import numpy as np
 import pytest
+from deltalake import DeltaTable
 
 from gpu_runtime import scoring
 from gpu_runtime.errors import DeviceError
@@ -206,15 +207,18 @@ def test_force_scores_a_published_day_again_and_replaces_it(
 
 @pytest.fixture
 def forgets(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Loses the first batch of that day between the engine and the table."""
+    """Takes rows of that day out of the table as soon as it is published."""
 
     def forget(bad: str) -> None:
-        write = scoring._write_rows
+        publish = PredictionTable.publish
 
-        def forgetful(shard: Any, scored: Any) -> Any:
-            return [] if shard.task.day == bad and scored.batch.start == 0 else write(shard, scored)
+        def forgetful(self: PredictionTable, schema: Any, attempt: Any, *rest: Any) -> str:
+            number = publish(self, schema, attempt, *rest)
+            if attempt.day == bad:
+                DeltaTable(self.predictions.uri).delete(f"date = '{bad}' AND source_position < 64")
+            return number
 
-        monkeypatch.setattr(scoring, "_write_rows", forgetful)
+        monkeypatch.setattr(PredictionTable, "publish", forgetful)
 
     return forget
 

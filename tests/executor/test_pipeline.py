@@ -324,30 +324,48 @@ def test_what_the_engine_raises_while_a_batch_is_queued_is_bisected_as_well(
     opened.assert_idle_and_usable()
 
 
-def test_every_batch_refused_while_queueing_is_reported_row_by_row(bench: Any, shard: Any, record: Any) -> None:
-    def refuse() -> None:
-        raise Broken
-
-    opened, written = bench(queueing=refuse), record()
-    opened.run([shard(range(1, 7))], written)
-    assert written.ids == [] and sorted(written.failures) == [1, 2, 3, 4, 5, 6]
-    opened.assert_idle_and_usable()
-
-
-def test_an_engine_that_fails_on_hundreds_of_rows_in_a_row_is_to_blame_and_no_row(
-    bench: Any, shard: Any, record: Any
+@pytest.mark.parametrize("rows", [1, 6, 4000])
+@pytest.mark.parametrize("where", ["queueing", "during"])
+def test_an_engine_that_fails_on_harmless_values_too_is_to_blame_and_no_row(
+    bench: Any, shard: Any, record: Any, where: str, rows: int
 ) -> None:
     runs: list[int] = []
 
-    def broken(ids: list[int]) -> None:
-        runs.append(len(ids))
+    def broken(*ids: Any) -> None:
+        runs.append(1)
         raise Broken("no such kernel")
 
-    opened, written = bench(during=broken), record()
-    with pytest.raises(DeviceError, match="failed on each of 256 rows in a row"):
-        opened.run([shard(range(1, 4001))], written)
-    assert len(runs) < 1000  # far from the twice 4,000 that every row alone would cost
+    opened, written = bench(**{where: broken}), record()
+    with pytest.raises(DeviceError, match="fails on harmless values, too"):
+        opened.run([shard(range(1, rows + 1))], written)
+    assert not written.ids and not written.failures
+    assert len(runs) < 100  # one batch was enough to tell
     opened.assert_idle_and_usable()
+
+
+def test_an_engine_that_breaks_in_the_days_last_batch_costs_no_row(bench: Any, shard: Any, record: Any) -> None:
+    broken = []
+
+    def breaks(ids: list[int]) -> None:
+        if 10 in ids or broken:
+            broken.append(ids)
+            raise Broken("an illegal memory access")
+
+    opened, written = bench(during=breaks), record()
+    with pytest.raises(DeviceError, match="fails on harmless values, too"):
+        opened.run([shard(range(1, 11))], written)
+    assert not written.failures
+
+
+def test_a_row_that_failed_alone_is_tried_once_more(bench: Any, shard: Any, record: Any) -> None:
+    once, written = iter([Broken("a hiccup")]), record()
+
+    def hiccup(ids: list[int]) -> None:
+        if 9 in ids and (error := next(once, None)):
+            raise error
+
+    bench(during=hiccup).run([shard(range(1, 10))], written)  # the last batch holds one row
+    assert written.ids == list(range(1, 10)) and not written.failures
 
 
 def test_a_failure_that_does_not_come_back_costs_no_row(bench: Any, shard: Any, record: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
 import threading
@@ -15,7 +16,7 @@ import pytest
 
 from gpu_runtime.device.host import HostDevice
 from gpu_runtime.device.simulated import SimulatedDevice
-from gpu_runtime.errors import DatasetError
+from gpu_runtime.errors import DatasetError, DeviceError
 from gpu_runtime.executor import pipeline
 
 Edit = tuple[str, str]
@@ -151,7 +152,8 @@ def test_a_rescue_needs_the_waits_too(bench: Any, shard: Any, record: Any, execu
     for edits in ([], WAITS[wait]):
         written = record()
         opened = bench(device=SimulatedDevice(), module=executor_module(edits), during=compute)
-        opened.run([shard(range(1, 17))], written)
+        with contextlib.suppress(DeviceError):  # what is not there yet looks like an engine that is broken
+            opened.run([shard(range(1, 17))], written)
         outcomes.append(written.ids == [i for i in range(1, 17) if i != 6] and written.right)
     assert outcomes == [True, False]
 

@@ -22,6 +22,7 @@ from gpu_runtime.faults import FaultPlan
 from gpu_runtime.predictions.delta_table import PredictionTable
 from gpu_runtime.predictions.receipts import QuarantinedRow, Receipt
 from gpu_runtime.predictions.shard_file import PredictionSchema, Provenance, label_column
+from gpu_runtime.scoring import review_outputs
 from gpu_runtime.specs import TensorSpec
 
 MONDAY, TUESDAY = "2026-03-02", "2026-03-03"
@@ -391,7 +392,7 @@ def test_other_class_names_change_the_schemas_digest() -> None:
 def test_no_commit_both_adds_and_removes_a_file(table: PredictionTable, days: Any) -> None:
     """Nor names a file again that an earlier version had: such a file may be vacuumed at any time."""
     first = days.publish(table, MONDAY, [0.5])
-    kept = table.receipts.find(MONDAY, 0, "key")
+    kept = table.receipts.find(MONDAY, 0, "key-0")
     with table.attempt(MONDAY, "second") as attempt:
         days.commit(table, attempt, kept, days.shard(table, attempt, [0.75], shard=1), previous=first)
     versions = log_of(table)
@@ -426,11 +427,11 @@ def test_a_resumed_days_receipts_name_the_files_in_force(table: PredictionTable,
     """So the next run resumes them too, whatever was vacuumed meanwhile."""
     first = days.publish(table, MONDAY, [0.5])
     with table.attempt(MONDAY, "second") as attempt:
-        resumed, added = table.receipts.find(MONDAY, 0, "key"), days.shard(table, attempt, [0.75], shard=1)
+        resumed, added = table.receipts.find(MONDAY, 0, "key-0"), days.shard(table, attempt, [0.75], shard=1)
         table.receipts.write(added)
         second = days.commit(table, attempt, resumed, added, previous=first)
     table.vacuum(0)
-    known = [table.receipts.find(MONDAY, shard, "key") for shard in (0, 1)]
+    known = [table.receipts.find(MONDAY, shard, f"key-{shard}") for shard in (0, 1)]
     assert [one.run_id for one in known if one] == ["run", "second"]
     with table.attempt(MONDAY, "third") as attempt:
         days.commit(table, attempt, *known, previous=second)
@@ -478,3 +479,15 @@ def test_a_reader_sees_whole_versions_only(disk: Any, days: Any) -> None:
         reading.result()
     assert not mixed
     assert len(seen) > 3
+
+
+def test_an_earlier_day_whose_outputs_were_wider_is_not_compared(table: PredictionTable, days: Any) -> None:
+    """As after `top_k: 5` became `top_k: 3`: the earlier day's lists are longer than today's."""
+    wide, narrow = (PredictionSchema((TensorSpec("best", "float32", (k,)),), {}) for k in (5, 3))
+    for day, schema in ((MONDAY, wide), (TUESDAY, narrow)):
+        with table.attempt(day, "run") as attempt:
+            table.create(schema)
+            rows = {"best": np.zeros((4, *schema.outputs[0].shape), np.float32)}
+            receipt = days.shard(table, attempt, [0.0] * 4, schema=schema, outputs=rows)
+            table.publish(schema, attempt, [receipt], days.record(attempt, (receipt,), {}), None)
+    assert review_outputs(table, narrow, TUESDAY).compared_with is None

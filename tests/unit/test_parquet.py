@@ -573,3 +573,34 @@ def test_a_partition_knows_its_files_and_changes_with_them(flights: Any, tmp_pat
 def test_columns_that_do_not_fill_the_input_are_refused(flights: Any, tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="4 columns"):
         flights.source(tmp_path, columns={"numbers": ("a", "b"), "carrier": ("carrier",)})
+
+
+def test_what_other_tools_have_not_finished_is_left_out(tmp_path: Path, flights: Any) -> None:
+    for folder in ("_temporary/0", ".staging"):
+        flights.write_day(tmp_path, f"{DAY}/{folder}", 5)
+    flights.write_day(tmp_path, DAY, 3)
+    assert [shard.rows for shard in flights.source(tmp_path).partition(DAY).shards] == [3]
+
+
+def test_a_day_in_another_format_is_no_empty_day(tmp_path: Path, flights: Any) -> None:
+    (tmp_path / DAY).mkdir(parents=True)
+    (tmp_path / DAY / "rows.csv").write_text("a\n1\n")
+    with pytest.raises(DatasetError, match=r"has files, and none that is read.*the first rows\.csv"):
+        flights.source(tmp_path).partition(DAY)
+    (tmp_path / DAY / "rows.csv").rename(tmp_path / DAY / "_SUCCESS")
+    assert flights.source(tmp_path).partition(DAY).shards == ()
+
+
+def test_no_shard_is_larger_than_asked_unless_a_row_group_is(tmp_path: Path, flights: Any) -> None:
+    import pyarrow.parquet as pq
+
+    flights.write_day(tmp_path, DAY, 1)
+    with pq.ParquetWriter(tmp_path / DAY / "part-0.parquet", flights.table(1).schema) as writer:
+        for count in (9, 100, 5, 5, 1):
+            writer.write_table(flights.table(count))
+    assert [shard.rows for shard in flights.source(tmp_path, rows_per_shard=10).partition(DAY).shards] == [
+        9,
+        100,
+        10,
+        1,
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from gpu_runtime.predictions.receipts import QuarantinedRow, Receipt, ReceiptSto
 from gpu_runtime.predictions.storage import Folder
 
 DAY = "2026-03-01"
-SHARD = ShardTask(DAY, 3, "/somewhere", (FileFingerprint("a.parquet", 10, 123),), (0, 2))
+SHARD = ShardTask(DAY, 3, "/somewhere", (FileFingerprint("a.parquet", 10, 123),), 11, (0, 2))
 
 
 @pytest.fixture
@@ -38,8 +39,8 @@ def test_a_receipt_comes_back_as_it_was(receipts: ReceiptStore, receipt: Receipt
     assert receipts.find(DAY, 3, "key") == receipt
 
 
-@pytest.mark.parametrize("asked", [(DAY, 3, "other key"), (DAY, 4, "key"), ("2026-03-02", 3, "key")])
-def test_another_key_shard_or_day_finds_nothing(receipts: ReceiptStore, receipt: Receipt, asked: Any) -> None:
+@pytest.mark.parametrize("asked", [(DAY, 3, "other key"), ("2026-03-02", 3, "key")])
+def test_another_key_or_day_finds_nothing(receipts: ReceiptStore, receipt: Receipt, asked: Any) -> None:
     assert receipts.find(*asked) is None
 
 
@@ -58,14 +59,27 @@ def test_a_missing_or_damaged_data_file_is_not_done(
 def test_a_receipt_that_cannot_be_read_is_none(
     receipts: ReceiptStore, receipt: Receipt, tmp_path: Path, content: str
 ) -> None:
-    (tmp_path / "receipts" / DAY / "000003.json").write_text(content)
+    (tmp_path / "receipts" / DAY / "key.json").write_text(content)
     assert receipts.find(DAY, 3, "key") is None
 
 
-def test_a_shard_keeps_its_newest_receipt(receipts: ReceiptStore, receipt: Receipt) -> None:
-    receipts.write(replace(receipt, resume_key="newer"))
+@pytest.mark.parametrize("change", [{"rows": 9}, {"rows_in": "11"}, {"nbytes": "40"}, {"quarantined": []}])
+def test_a_receipt_whose_counts_do_not_add_up_is_none(
+    receipts: ReceiptStore, receipt: Receipt, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    path = tmp_path / "receipts" / DAY / "key.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
     assert receipts.find(DAY, 3, "key") is None
-    assert receipts.find(DAY, 3, "newer") is not None
+
+
+def test_a_shard_is_found_wherever_it_is_in_the_day_now(receipts: ReceiptStore, receipt: Receipt) -> None:
+    assert receipts.find(DAY, 7, "key") == replace(receipt, shard=7)
+
+
+def test_receipts_whose_file_is_gone_can_be_removed(receipts: ReceiptStore, receipt: Receipt) -> None:
+    receipts.write(replace(receipt, resume_key="void", file="date/gone.parquet"))
+    assert receipts.remove_void() == [f"{DAY}/void.json"]
+    assert receipts.find(DAY, 3, "key") == receipt
 
 
 @pytest.mark.parametrize(
@@ -111,15 +125,15 @@ def test_an_empty_days_key_depends_on_engine_and_schema() -> None:
 def test_rows_that_the_engine_failed_on_are_known_and_still_done(receipts: ReceiptStore, receipt: Receipt) -> None:
     """Whether such a shard is tried again is for scoring to say."""
     failed = replace(receipt.quarantined[0], stage="engine", reason="the engine failed on this row")
-    written = replace(receipt, quarantined=(*receipt.quarantined, failed))
+    written = replace(receipt, rows_in=12, quarantined=(*receipt.quarantined, failed))
     receipts.write(written)
     assert receipts.find(DAY, 3, "key") == written
     assert written.failed_in("engine") and not receipt.failed_in("engine")
 
 
 def test_a_withdrawn_shard_is_not_done_and_the_others_are(receipts: ReceiptStore, receipt: Receipt) -> None:
-    other = replace(receipt, shard=4)
+    other = replace(receipt, shard=4, resume_key="other")
     receipts.write(other)
-    receipts.withdraw([receipt, replace(receipt, shard=5)])  # shard 5 never had a receipt
+    receipts.withdraw([receipt, replace(receipt, shard=5, resume_key="never written")])
     assert receipts.find(DAY, 3, "key") is None
-    assert receipts.find(DAY, 4, "key") == other
+    assert receipts.find(DAY, 4, "other") == other

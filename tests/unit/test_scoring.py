@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
+import pickle
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,7 +15,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
+from deltalake import DeltaTable, write_deltalake
 from onnx import helper
 
 from gpu_runtime import scoring
@@ -195,7 +200,9 @@ def files_of(table: PredictionTable, shard: int) -> list[Path]:
 
 def receipt_of(table: PredictionTable, shard: int) -> Path:
     assert table.root.local is not None
-    return table.root.local / "receipts" / DAY / f"{shard:06}.json"
+    found = (table.root.local / "receipts" / DAY).glob("*.json")
+    # A file that is being put in place shows under its name only when it is whole.
+    return next((path for path in found if json.loads(path.read_text())["shard"] == shard), Path("/nowhere"))
 
 
 def dies_at(source: Source, table: PredictionTable, shard: int) -> CountingSource:
@@ -408,11 +415,10 @@ def test_a_shard_counts_as_done_before_the_next_is_even_open(
     done: list[bool] = []
 
     def wait_for_the_one_before(shard: ShardTask) -> None:
-        receipt = receipt_of(table, shard.index - 1)
         patience = time.monotonic() + 5
-        while shard.index and not receipt.exists() and time.monotonic() < patience:
+        while shard.index and not receipt_of(table, shard.index - 1).exists() and time.monotonic() < patience:
             time.sleep(0.005)
-        done.append(receipt.exists())
+        done.append(receipt_of(table, shard.index - 1).exists())
 
     score(CountingSource(flights.source(root, rows_per_shard=20), wait_for_the_one_before))
     assert done == [False, True, True]
@@ -549,15 +555,33 @@ def test_a_shard_whose_file_or_receipt_is_damaged_is_scored_again_alone(
     assert (made.resumed_shards, made.published) == (3, 50)
 
 
-def test_a_published_day_that_lost_a_file_says_so_until_it_is_forced(
+def test_a_published_day_that_lost_a_file_is_mended_by_the_next_run(
     source: CountingSource, table: PredictionTable, score: Any
 ) -> None:
     score(source)
     for path in files_of(table, 2):
         path.unlink()
-    with pytest.raises(InferenceError, match=r"is published .publication [0-9]+., but cannot be read back.*`force`"):
-        score(source)
-    assert score(source, force=True).published == 50
+    source.opened.clear()
+    made = score(source)
+    assert (made.reused, made.published, source.opened) == (False, 50, [2])
+
+
+def test_a_published_day_whose_rows_somebody_removed_is_mended_too(
+    source: CountingSource, table: PredictionTable, score: Any
+) -> None:
+    score(source)
+    DeltaTable(table.predictions.uri).delete(f"date = '{DAY}' AND source_position < 7")
+    assert score(source).published == 50
+
+
+def test_a_file_that_arrives_late_and_sorts_first_costs_only_itself(
+    flights: Any, root: Path, source: CountingSource, engine: EngineWatch, score: Any
+) -> None:
+    score(source)
+    flights.write_day(root, DAY, 10, seed=1, file="a-late.parquet")
+    source.opened.clear()
+    made = score(source)
+    assert source.opened == [0] and (made.resumed_shards, made.published) == (5, 60)
 
 
 # Meanwhile
@@ -862,3 +886,35 @@ def test_every_row_that_is_not_finite_is_counted_and_none_is_compared(
     assert review.non_finite == {"p": 3} and not review.drift["p"].beyond(0.1)
     publish(table, NARROW, LATER, p=np.full(10, np.nan, np.float32))
     assert review_outputs(table, NARROW, LATER) == OutputReview({"p": 10})
+
+
+def test_a_shard_that_reads_other_rows_than_were_counted_is_no_day(
+    flights: Any, root: Path, table: PredictionTable, score: Any
+) -> None:
+    class Fewer(CountingSource):
+        def partition(self, day: str) -> Any:
+            cut = super().partition(day)
+            return replace(cut, shards=tuple(replace(shard, rows=shard.rows + 1) for shard in cut.shards))
+
+    with pytest.raises(DatasetError, match=r"Expected 11 rows\. Got 10 read, 10 scored, 0 quarantined"):
+        score(Fewer(flights.source(root, rows_per_shard=10)))
+    assert table.current_publication(DAY) is None
+
+
+def test_a_table_whose_runs_are_of_an_older_kind_is_scored_again_and_goes_on(
+    source: CountingSource, table: PredictionTable, score: Any
+) -> None:
+    score(source)
+    number = table.current_publication(DAY)
+    shutil.rmtree(table.runs.uri)
+    day = datetime.date.fromisoformat(DAY)
+    old = pa.table({"date": [day], "publication": [number], "run_id": ["r"], "report": ["{}"]})
+    write_deltalake(table.runs.uri, old, partition_by=["date"])
+    made = score(source)
+    assert not made.reused and made.published == 50 and score(source).reused
+
+
+def test_errors_reach_another_process_as_they_are() -> None:
+    error = DatasetError("gone", stage="dataset", item="a", expected="b", got="c", next_step="d")
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is DatasetError and str(again) == str(error) and again.item == "a"
