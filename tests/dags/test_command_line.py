@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from gpu_runtime.predictions.delta_table import PredictionTable
+from inference_dags.defs.flight_delay.land import land
+from inference_dags.pipeline import days_between
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -33,12 +35,12 @@ def materialize(home: Path, select: str, *more: str) -> subprocess.CompletedProc
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A home in which the flight_delay lifecycle was materialized by two commands."""
+    """A home with landed days, in which the flight_delay lifecycle was materialized by one command."""
     home = tmp_path_factory.mktemp("home")
-    landed = materialize(home, "flight_delay/flights", "--partition-range", "2013-01-01...2013-06-30")
-    assert landed.returncode == 0, landed.stderr[-3000:]
-    gate_days = materialize(home, "flight_delay/flights", "--partition-range", "2013-10-01...2013-12-29")
-    assert gate_days.returncode == 0, gate_days.stderr[-3000:]
+    for day in (*days_between("2013-01-01...2013-06-30"), *days_between("2013-10-01...2013-12-29")):
+        folder = home / "data" / "flights" / day
+        folder.mkdir(parents=True)
+        land(day, folder)
     stages = ("onnx_model", "calibration", "int8_model", "engine", "benchmark", "serving_plan")
     made = materialize(home, ",".join(f"flight_delay/{stage}" for stage in stages))
     assert made.returncode == 0, made.stderr[-3000:]
