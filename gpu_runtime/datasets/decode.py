@@ -45,8 +45,9 @@ def decode_image(path: Path, target: npt.NDArray[np.uint8], crop_fraction: float
     """Decode into `target` `[H, W, 3]`: centre square of the upright picture, resized bilinearly, RGB.
 
     Transparency is dropped, of an animation the first picture is taken, and a JPEG is decoded at a reduced scale
-    when the target is small. Raises `RowError` for whatever is not a whole, sane picture; half a file never
-    becomes half a grey picture.
+    when the target is small. Raises `RowError` for whatever is not a whole, sane picture; a file that was
+    cut short never becomes half a grey one. What was overwritten in the middle of a JPEG or a WebP may pass: they carry
+    no checksum.
     """
     from PIL import Image
 
