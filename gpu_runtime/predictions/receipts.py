@@ -92,15 +92,15 @@ class ReceiptStore:
 
     def remove_void(self) -> list[str]:
         """Remove receipts whose data file is gone; returns their names."""
-        files = {file.name for file in self._table.list()}
-        void = []
+        named: dict[str, str | None] = {}
         for one in self._folder.list():
             try:
-                held = json.loads(self._folder.read(one.name) or b"")["file"] in files
+                named[one.name] = json.loads(self._folder.read(one.name) or b"")["file"]
             except (ValueError, KeyError, TypeError):
-                held = False
-            if not held:
-                void.append(one.name)
+                named[one.name] = None
+        # Only now: what a live run's receipt names is there before the receipt is.
+        files = {file.name for file in self._table.list()}
+        void = [name for name, file in named.items() if file not in files]
         self._folder.delete(void)
         return void
 
