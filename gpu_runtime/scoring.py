@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,8 +16,8 @@ import numpy as np
 from gpu_runtime.artifacts import ArtifactStore
 from gpu_runtime.backends.protocol import Engine, EngineOptions
 from gpu_runtime.backends.registry import get_backend
-from gpu_runtime.datasets.decode import DecodePool
 from gpu_runtime.datasets.partition import DatasetPartition, ShardReader, ShardTask, Source, check_unchanged
+from gpu_runtime.datasets.workers import WorkerPool
 from gpu_runtime.device.protocol import Device
 from gpu_runtime.errors import (
     DatasetError,
@@ -29,9 +30,10 @@ from gpu_runtime.errors import (
 )
 from gpu_runtime.executor.pipeline import Batch, ScoredBatch, StreamExecutor
 from gpu_runtime.executor.stage_clock import RunStats
+from gpu_runtime.executor.watch import Watch
 from gpu_runtime.faults import FaultPlan, around, no_faults
-from gpu_runtime.predictions.attempts import Attempt
-from gpu_runtime.predictions.delta_table import DayRecord, PredictionTable
+from gpu_runtime.predictions.attempts import Attempt, AttemptTicket
+from gpu_runtime.predictions.delta_table import DayRecord, PredictionTable, Publication
 from gpu_runtime.predictions.receipts import QuarantinedRow, Receipt, day_key, resume_key
 from gpu_runtime.predictions.shard_file import PredictionSchema, Provenance, ShardWriter
 from gpu_runtime.promotion.plan import ServingPlan
@@ -49,7 +51,8 @@ _REVIEWED_VALUES, _REVIEWED_ROWS = 100_000, 1_000
 @dataclass(frozen=True)
 class ScoringPolicy:
     """`max_quarantined_fraction`: a day with a larger share of quarantined rows is not published.
-    `stage_timeout_s`: a shard that takes longer to open, or a batch to be decoded, computed or written, ends the run.
+    `stage_timeout_s`: a piece of work that takes longer ends the run: a shard being opened, a batch decoded, computed
+    or written, a receipt looked up, the day listed, published, cleaned up after or read back.
     """
 
     max_quarantined_fraction: float = 0.05
@@ -106,11 +109,12 @@ class _OpenShard:
 
 @dataclass(frozen=True)
 class Destination:
-    """Where one attempt at a day leaves its shards."""
+    """Where one attempt at a day leaves its shards. Can be sent to other processes: they join the attempt, whose
+    own process keeps it alive."""
 
     table: PredictionTable
     schema: PredictionSchema
-    attempt: Attempt
+    attempt: AttemptTicket
 
 
 class Scorer:
@@ -164,6 +168,10 @@ class Scorer:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    def watch(self, day: str) -> Watch:
+        """For the work on that day which is not the executor's."""
+        return Watch(f"{self.plan.model} {day}", self.policy.stage_timeout_s)
+
     def score_shards(
         self,
         tasks: Sequence[ShardTask],
@@ -179,19 +187,20 @@ class Scorer:
         now, None if nothing was.
         Raises `TooManyQuarantinedError` as soon as a larger share of the tasks' rows is in quarantine.
         """
-        receipts = {} if force else {task.index: found for task in tasks if (found := self._find(task, to))}
-        item = f"{self.plan.model} {to.attempt.day}"
-        allowance = _Allowance(item, max_quarantined_fraction, sum(task.rows for task in tasks))
+        watch, receipts = self.watch(to.attempt.day), dict[int, Receipt]()
+        for task in () if force else tasks:
+            if found := watch("look-up", partial(self._find, task, to)):
+                receipts[task.index] = found
+        allowance = _Allowance(watch.item, max_quarantined_fraction, sum(task.rows for task in tasks))
         pending = [task for task in tasks if task.index not in receipts]
         try:
             for receipt in receipts.values():
                 allowance.take(receipt.quarantined)
-            stats = self._run(pending, source, to, receipts, allowance) if pending else None
+            stats = self._run(pending, source, to, receipts, allowance, watch) if pending else None
         except (TooManyQuarantinedError, DeviceError):
             # The engine or its device may be to blame: these rows are tried again. Bad input stays bad.
-            to.table.receipts.withdraw(
-                one for one in receipts.values() if one.failed_in("engine") or one.failed_in("output")
-            )
+            again = [one for one in receipts.values() if one.failed_in("engine") or one.failed_in("output")]
+            watch("look-up", lambda: to.table.receipts.withdraw(again))
             raise
         return [receipts[task.index] for task in tasks], len(tasks) - len(pending), stats
 
@@ -208,11 +217,12 @@ class Scorer:
         to: Destination,
         receipts: dict[int, Receipt],
         allowance: _Allowance,
+        watch: Watch,
     ) -> RunStats:
         """Score `tasks` and add each one's receipt to `receipts` as it is finished."""
         provenance = Provenance(self.plan.model_digest, self.plan.engine_digest, to.attempt.run_id)
         opened: deque[_OpenShard] = deque()
-        pool = DecodePool(1)
+        pool = WorkerPool(1, "open")
 
         def open_shard(task: ShardTask) -> ShardReader:
             with around(self._faults, "read"):
@@ -226,7 +236,7 @@ class Scorer:
                 coming += [pool.submit(partial(open_shard, following)) for following in tasks[number + 1 : number + 2]]
                 writer = to.table.shard_writer(to.schema, task.index, to.attempt, provenance)
                 opened.append(_OpenShard(number, task, reader, writer))
-                yield from self.executor.batches(number, reader)
+                yield from executor.batches(number, reader)
 
         def close_before(number: int) -> None:
             """Shards before `number` have got all their batches, those without a row included."""
@@ -242,9 +252,10 @@ class Scorer:
             if batch.stop == batch.reader.rows:
                 close_before(batch.shard + 1)
 
+        executor = watch("load", lambda: self.executor)
         try:
-            stats = self.executor.run(batches(), write)
-            close_before(len(tasks))
+            stats = executor.run(batches(), write, watch.item)
+            watch("write", lambda: close_before(len(tasks)))
         finally:
             pool.close(wait=False)
         return stats
@@ -320,8 +331,10 @@ def _write_rows(shard: _OpenShard, scored: ScoredBatch) -> list[QuarantinedRow]:
     failed = {failure.row for failure in scored.failures}
     start, stop = scored.batch.start, scored.batch.stop
     keys, files, positions = shard.reader.origins(start, stop)
-    quarantined = [
-        QuarantinedRow(keys[one.row], files[one.row], positions[one.row], one.stage, one.reason, one.exception)
+    quarantined = [  # kept until the day is published, so each reason only once
+        QuarantinedRow(
+            keys[one.row], files[one.row], positions[one.row], one.stage, sys.intern(one.reason), one.exception
+        )
         for one in scored.failures
     ]
     outputs = scored.outputs
@@ -352,22 +365,26 @@ def score_partition(
     Raises `TooManyQuarantinedError` and publishes nothing when too large a share of the rows was quarantined. An error
     that comes after the commit says that the day is published.
     """
-    table.create(schema)
-    plan, key = scorer.plan, day_key(partition.shards, scorer.plan.scoring_key, schema.digest)
-    with table.attempt(partition.day, run_id) as attempt:
-        before = table.published(partition.day)
+    day, plan, watch = partition.day, scorer.plan, scorer.watch(partition.day)
+    key = day_key(partition.shards, plan.scoring_key, schema.digest)
+    with contextlib.ExitStack() as stack:
+
+        def look_up() -> tuple[Attempt, Publication | None]:
+            return stack.enter_context(table.attempt(day, run_id)), table.published(day)
+
+        attempt, before = watch("look-up", look_up)
         if reused := (
             before is not None
             and before.record.day_key == key
             and not force
-            and table.holds(partition.day, before.record)
+            and watch("look-up", partial(table.holds, day, before.record))
         ):
             number, record, stats, resumed = before.number, before.record, None, len(partition.shards)
         else:
             receipts, resumed, stats = scorer.score_shards(
                 partition.shards,
                 source,
-                Destination(table, schema, attempt),
+                Destination(table, schema, attempt.ticket),
                 max_quarantined_fraction=scorer.policy.max_quarantined_fraction,
                 force=force,
             )
@@ -383,25 +400,22 @@ def score_partition(
                 | {"scored_by_runs": sorted({receipt.run_id for receipt in receipts})}
                 | ({} if stats is None else {"batch": scorer.executor.batch, "plan_batch": plan.batch}),
             )
-            number = table.publish(schema, attempt, receipts, record, before.number if before else None)
+            previous = before.number if before else None
+            number = watch("publish", partial(table.publish, schema, attempt, receipts, record, previous))
         left_behind = None
         try:
-            table.clean_up(attempt)
+            watch("clean-up", partial(table.clean_up, attempt))
+        except StalledError as error:
+            raise _published_all_the_same(day, number, error) from error
         except Exception as error:
             left_behind = type(error).__name__
     try:
-        published, published_quarantined = table.count_day(partition.day)
-        review = review_outputs(table, schema, partition.day)
+        published, published_quarantined = watch("check", partial(table.count_day, day))
+        review = watch("check", partial(review_outputs, table, schema, day))
     except Exception as error:
-        raise InferenceError(
-            f"the day is published (publication {number}), but cannot be read back",
-            stage="check",
-            item=partition.day,
-            got=type(error).__name__,
-            next_step="run the day again, which scores nothing; if files of the table are lost, run it with `force`",
-        ) from error
+        raise _published_all_the_same(day, number, error) from error
     return Predictions(
-        day=partition.day,
+        day=day,
         publication=number,
         day_key=key,
         rows_in=record.rows_in,
@@ -416,6 +430,17 @@ def score_partition(
         report=record.report,
         review=review,
         left_behind=left_behind,
+    )
+
+
+def _published_all_the_same(day: str, number: str, error: Exception) -> InferenceError:
+    stalled = isinstance(error, StalledError)
+    return (StalledError if stalled else InferenceError)(
+        f"the day is published (publication {number}), but {'its storage hangs' if stalled else 'cannot be read back'}",
+        stage="check",
+        item=day,
+        got=str(error) if stalled else type(error).__name__,
+        next_step="run the day again, which scores nothing; if files of the table are lost, run it with `force`",
     )
 
 
@@ -499,7 +524,8 @@ def score_days(
     for day in days:
         outcome: Predictions | InferenceError
         try:
-            outcome = score_partition(scorer, source.partition(day), source, schema, table, run_id, force=force)
+            partition = scorer.watch(day)("list", partial(source.partition, day))
+            outcome = score_partition(scorer, partition, source, schema, table, run_id, force=force)
         except (DeviceError, EngineMismatchError, StalledError) as error:
             yield day, error
             return

@@ -125,7 +125,7 @@ class HandmadeDays:
     ) -> Receipt:
         """A shard's file as scoring leaves it, and its receipt, which is not written."""
         count = len(scores)
-        writer = table.shard_writer(schema, shard, attempt, Provenance("model", "engine", attempt.run_id))
+        writer = table.shard_writer(schema, shard, attempt.ticket, Provenance("model", "engine", attempt.ticket.run_id))
         if count:
             keys = [f"key-{shard}-{i}" for i in range(count)]
             writer.append(keys, ["a.parquet"] * count, list(range(count)), outputs or {"score": np.asarray(scores)})
@@ -134,7 +134,7 @@ class HandmadeDays:
             attempt.day,
             shard,
             f"key-{shard}",
-            attempt.run_id,
+            attempt.ticket.run_id,
             writer.file,
             nbytes,
             sha256,
@@ -146,7 +146,7 @@ class HandmadeDays:
     def record(self, attempt: Attempt, receipts: tuple[Receipt, ...], report: Mapping[str, Any]) -> DayRecord:
         return DayRecord(
             day_key="day key",
-            provenance=Provenance("model", "engine", attempt.run_id),
+            provenance=Provenance("model", "engine", attempt.ticket.run_id),
             rows_in=sum(one.rows_in for one in receipts),
             scored=sum(one.rows for one in receipts),
             quarantined=sum(len(one.quarantined) for one in receipts),

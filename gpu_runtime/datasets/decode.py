@@ -1,23 +1,17 @@
-"""Image bytes to pixels, and the pool of threads that does it beside the engine."""
+"""Image bytes to pixels."""
 
 from __future__ import annotations
 
 import io
 import math
-import queue
-import threading
-import time
-from collections.abc import Callable
-from concurrent.futures import Future
+import stat
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from gpu_runtime.errors import RowError
-
-T = TypeVar("T")
 
 MAX_PIXELS = 64_000_000
 """Larger pictures are refused undecoded: a few kilobytes can unpack to gigabytes."""
@@ -93,7 +87,10 @@ def decode_image(path: Path, target: npt.NDArray[np.uint8], crop_fraction: float
 
 def _bytes_of(path: Path) -> bytes:
     try:
-        nbytes = path.stat().st_size
+        found = path.stat()
+        nbytes = found.st_size
+        if not stat.S_ISREG(found.st_mode):  # a pipe would be waited for
+            raise RowError("decode", "not a regular file")
         if not nbytes:
             raise RowError("decode", "the file is empty")
         if nbytes > MAX_NBYTES:
@@ -145,55 +142,3 @@ def _orientation_of(opened: Any) -> Any:
         return opened.getexif().get(0x0112)
     except Exception:
         return 1
-
-
-class DecodePool:
-    """Threads that fill slots. Decoders release the GIL, so they run beside each other and the engine.
-
-    They are daemons, unlike those of `ThreadPoolExecutor`: a decoder that hangs must not keep the process alive.
-    """
-
-    def __init__(self, workers: int) -> None:
-        self.workers = workers
-        self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
-        self._lock = threading.Lock()
-        self.busy_s = 0.0
-
-    def submit(self, piece: Callable[[], T]) -> Future[T]:
-        if len(self._threads) < self.workers:
-            thread = threading.Thread(target=self._run, name=f"decode-{len(self._threads)}", daemon=True)
-            thread.start()
-            self._threads.append(thread)
-        future: Future[T] = Future()
-        self._work.put((future, piece))
-        return future
-
-    def _run(self) -> None:
-        while (entry := self._work.get()) is not None:
-            self._do(*entry)
-            del entry  # an idle thread must not keep its last piece alive, and a whole shard with it
-
-    def _do(self, future: Future[Any], piece: Callable[[], Any]) -> None:
-        if not future.set_running_or_notify_cancel():
-            return
-        started, result, failure = time.perf_counter(), None, None
-        try:
-            result = piece()
-        except BaseException as error:
-            failure = error
-        with self._lock:
-            self.busy_s += time.perf_counter() - started
-        if failure is None:
-            future.set_result(result)
-        else:
-            future.set_exception(failure)
-
-    def close(self, wait: bool = True) -> None:
-        """End the threads once their present piece is done; pieces that nobody cancelled are done before."""
-        for _ in self._threads:
-            self._work.put(None)
-        if wait:
-            for thread in self._threads:
-                thread.join()
-        self._threads.clear()

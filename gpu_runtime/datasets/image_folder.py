@@ -16,7 +16,6 @@ from gpu_runtime.datasets.partition import (
     FileFingerprint,
     Piece,
     RowFailure,
-    RowOrigin,
     ShardTask,
     day_files,
     day_folder,
@@ -75,10 +74,6 @@ class ImageReader:
     @property
     def rows(self) -> int:
         return len(self._shard.files)
-
-    def origin(self, row: int) -> RowOrigin:
-        path = _as_text(self._shard.files[row].path)
-        return RowOrigin(path, path, 0)
 
     def origins(self, start: int, stop: int) -> tuple[list[str], list[str], list[int]]:
         paths = [_as_text(file.path) for file in self._shard.files[start:stop]]

@@ -15,7 +15,6 @@ from gpu_runtime.datasets.partition import (
     FileFingerprint,
     Piece,
     RowFailure,
-    RowOrigin,
     ShardTask,
     day_files,
     day_folder,
@@ -66,6 +65,8 @@ class ParquetSource:
         for path in day_files(folder, (".parquet",), hidden=(".", "_")):
             try:
                 fingerprint = FileFingerprint.of(path, folder)
+                if not path.is_file():  # a pipe would be waited for
+                    raise OSError("not a regular file")
                 groups = _row_group_ranges(pq.read_metadata(path), self.rows_per_shard)
             except Exception as error:  # OSError and ArrowInvalid, but a damaged footer raises what it likes
                 raise _unreadable(
@@ -195,10 +196,6 @@ class ParquetReader:
     @property
     def rows(self) -> int:
         return int(self._table.num_rows)
-
-    def origin(self, row: int) -> RowOrigin:
-        keys, files, positions = self.origins(row, row + 1)
-        return RowOrigin(keys[0], files[0], positions[0])
 
     def origins(self, start: int, stop: int) -> tuple[list[str], list[str], list[int]]:
         positions = list(range(self._offset + start, self._offset + stop))

@@ -48,13 +48,6 @@ class ShardTask:
     row_groups: tuple[int, int] | None = None
     reading: str = ""
 
-    @staticmethod
-    def from_plain(plain: Mapping[str, Any]) -> ShardTask:
-        """A task back from its JSON form."""
-        groups = plain["row_groups"] and tuple(plain["row_groups"])
-        files = tuple(FileFingerprint(**file) for file in plain["files"])
-        return ShardTask(**{**plain, "files": files, "row_groups": groups})
-
     @property
     def fingerprint(self) -> str:
         return digest_of({"files": self.files, "row_groups": self.row_groups, "reading": self.reading})
@@ -90,15 +83,6 @@ class RowFailure:
     exception: str
 
 
-@dataclass(frozen=True)
-class RowOrigin:
-    """Where a row came from: its key, its file relative to the day's folder, its position in that file."""
-
-    key: str
-    file: str
-    position: int
-
-
 Piece = Callable[[], list[RowFailure]]
 """Fills some rows of a batch and returns those it could not; pieces of one batch may run in parallel."""
 
@@ -109,10 +93,9 @@ class ShardReader(Protocol):
     @property
     def rows(self) -> int: ...
 
-    def origin(self, row: int) -> RowOrigin: ...
-
     def origins(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str], Sequence[int]]:
-        """Keys, files and positions of rows `start … stop`, as `origin` gives them one by one."""
+        """Where rows `start … stop` came from: their keys, their files relative to the day's folder, and their
+        positions in those files."""
 
     def pieces(self, start: int, stop: int, staging: Mapping[str, npt.NDArray[Any]]) -> list[Piece]:
         """The work that fills rows `start … stop` into `staging` (input name → `[stop − start, *shape]`)."""

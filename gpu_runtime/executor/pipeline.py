@@ -45,11 +45,11 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu_runtime.backends.protocol import Engine
-from gpu_runtime.datasets.decode import DecodePool
 from gpu_runtime.datasets.partition import Piece, RowFailure, ShardReader
+from gpu_runtime.datasets.workers import WorkerPool
 from gpu_runtime.device.host import usable_cores
 from gpu_runtime.device.protocol import Device
-from gpu_runtime.errors import DeviceError, StalledError
+from gpu_runtime.errors import DeviceError
 from gpu_runtime.executor.failures import (
     BatchCeiling,
     Rescue,
@@ -59,13 +59,8 @@ from gpu_runtime.executor.failures import (
 )
 from gpu_runtime.executor.slots import Slot, allocate_slot
 from gpu_runtime.executor.stage_clock import RunStats, StageClock, StageTime
+from gpu_runtime.executor.watch import GRACE_S, HEARTBEAT_S, stalled
 from gpu_runtime.faults import FaultPlan, around, no_faults
-
-_HEARTBEAT_S = 1.0
-"""How often the calling thread looks up. A signal that comes just before it goes to sleep does not wake it."""
-
-_GRACE_S = 5.0
-"""How long a run that was interrupted, or that stalled, waits for the work in hand."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +150,7 @@ class StreamExecutor:
             allocate_slot(engine.file, device, batch, contexts[i % streams], self._compute[i % streams])
             for i in range(slots or max(3, 2 * streams))
         ]
-        self._pool = DecodePool(decode_workers or usable_cores())
+        self._pool = WorkerPool(decode_workers or usable_cores())
         # One batch's copies and computation are queued as a whole: a failure skips up to the next event,
         # which has to be the same batch's.
         self._queueing = threading.Lock()
@@ -188,8 +183,10 @@ class StreamExecutor:
             yield Batch(shard, reader, start, stop)
             start = stop
 
-    def run(self, batches: Iterable[Batch], write: Callable[[ScoredBatch], None]) -> RunStats:
-        """Score `batches` and hand each to `write`, on one thread and in order. See the failure contract."""
+    def run(self, batches: Iterable[Batch], write: Callable[[ScoredBatch], None], item: str | None = None) -> RunStats:
+        """Score `batches` and hand each to `write`, on one thread and in order. See the failure contract.
+
+        `item` says in errors what is being scored; the engine, if it is left out."""
         if not self._in_use.acquire(blocking=False):
             raise RuntimeError("this executor is running already: its slots serve one run at a time")
         try:
@@ -199,7 +196,7 @@ class StreamExecutor:
                 )
             if self._closed:
                 raise RuntimeError("this executor is closed")
-            return _Run(self, batches, write).execute()
+            return _Run(self, batches, write, item or self.engine.file.key).execute()
         finally:
             self._in_use.release()
 
@@ -233,9 +230,9 @@ class _OversizedError(Exception):
 
 class _Run:
     def __init__(
-        self, executor: StreamExecutor, batches: Iterable[Batch], write: Callable[[ScoredBatch], None]
+        self, executor: StreamExecutor, batches: Iterable[Batch], write: Callable[[ScoredBatch], None], item: str
     ) -> None:
-        self._executor, self._batches, self._write = executor, batches, write
+        self._executor, self._batches, self._write, self._item = executor, batches, write, item
         self._free: queue.SimpleQueue[Slot | None] = queue.SimpleQueue()
         self._filling: queue.SimpleQueue[_Flight | BaseException | None] = queue.SimpleQueue()
         self._running: queue.SimpleQueue[_Flight | BaseException | None] = queue.SimpleQueue()
@@ -269,7 +266,7 @@ class _Run:
                     thread.start()
                 failure = self._watch()
             except BaseException:  # a stall, or whoever wants the run to end: Ctrl-C, Dagster's terminate
-                patience = _GRACE_S
+                patience = GRACE_S
                 raise
             if failure is not None:
                 raise failure
@@ -304,16 +301,9 @@ class _Run:
         while True:
             stage, seconds = self._clock.longest()
             if limit_s is not None and seconds >= limit_s:
-                raise StalledError(
-                    f"the {stage} stage hangs",
-                    stage=stage,
-                    item=self._executor.engine.file.key,
-                    expected=f"each piece of its work done within {limit_s:g} s",
-                    got=f"{seconds:.0f} s and no end",
-                    next_step="look at what it waits for (disk, network, device); finished shards are kept: run again",
-                )
+                raise stalled(stage, self._item, limit_s, seconds)
             try:
-                return self._ended.get(timeout=min(_HEARTBEAT_S, (limit_s or _HEARTBEAT_S) - seconds))
+                return self._ended.get(timeout=min(HEARTBEAT_S, (limit_s or HEARTBEAT_S) - seconds))
             except queue.Empty:
                 continue  # the oldest piece of work may be as old as the limit by now
 

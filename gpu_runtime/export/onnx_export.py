@@ -9,7 +9,7 @@ import hashlib
 import importlib
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -84,9 +84,12 @@ def export_model(spec: ModelSpec, store: ArtifactStore) -> ExportedModel:
         core, path = draft.folder / "core.onnx", draft.folder / "model.onnx"
         source.write(core)
         bake(core, path, spec)
-        run = _open_checked(path, spec)
+        run, core_run = _open_checked(path, spec), _open_checked(core, spec)
         outputs = output_specs(run, spec)
-        parity = compare(source, _open_checked(core, spec), run, spec)
+        parity = compare(source, core_run, run, spec)
+        if spec.top_k:
+            (logits,) = core_run(synthetic_rows(spec.module_inputs(), 1, seed=1)).values()
+            outputs = tuple(replace(t, maximum=logits.shape[-1] - 1) if t.name == "top_index" else t for t in outputs)
         check_batching(run, spec)
         core.unlink()
         draft.metadata = {
@@ -299,7 +302,7 @@ def _bounds(spec: ModelSpec, output: str) -> tuple[float | None, float | None, b
     """What the output can be: its minimum, its maximum, and whether a row of equal values is degenerate."""
     if spec.top_k is None:
         return (*spec.output_ranges.get(output, (None, None)), False)
-    if output == "top_index":
+    if output == "top_index":  # its maximum, the last class, is in the graph before top-k
         return 0, None, False
     # The sum of rounded probabilities may pass 1. With fewer than three scores a tie can be meant.
     return 0.0, 1.001, spec.top_k.k >= 3

@@ -37,18 +37,38 @@ class DeadAttempt:
     publications: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class AttemptTicket:
+    """What it takes to leave something behind in an attempt's name; plain values, for other processes too."""
+
+    day: str
+    run_id: str
+    id: str
+
+    @property
+    def record(self) -> str:
+        return f"{self.day}/{self.id}.json"
+
+
 class Attempt:
     """A live attempt. Use it in a `with`; its record goes when the day was published, and otherwise tells the next
     run that there is something to clean."""
 
     def __init__(self, folder: Folder, day: str, run_id: str, lease_s: float) -> None:
-        self.day, self.run_id, self.id = day, run_id, uuid.uuid4().hex
+        self.ticket = AttemptTicket(day, run_id, uuid.uuid4().hex)
         self._folder, self._lease = folder, datetime.timedelta(seconds=lease_s)
         self._publications: list[str] = []
-        self._taken = False
         self._ended = threading.Event()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._keep_alive, name="attempt", daemon=True)
+
+    @property
+    def day(self) -> str:
+        return self.ticket.day
+
+    @property
+    def id(self) -> str:
+        return self.ticket.id
 
     def __enter__(self) -> Attempt:
         self._write()
@@ -66,44 +86,31 @@ class Attempt:
         self._thread.join()
         with contextlib.suppress(Exception):  # the run's own outcome matters more; the next one reads the record
             if published:
-                self._folder.delete([self._name])
+                self._folder.delete([self.ticket.record])
             else:
                 self._write(ended=True)
 
-    def drew(self, publication: str) -> None:
-        """Before anything is written under that publication."""
-        self._publications.append(publication)
+    def note_publication(self, number: str) -> None:
+        """Before anything is written under that number: whoever cleans up must find it."""
+        self._publications.append(number)
         self.renew()
 
     def renew(self) -> None:
         """A sign of life. Raises `PublicationConflictError` if another run took this one for dead and cleaned its
         files away: from then on it can publish nothing."""
-        self._taken = self._taken or self._folder.read(self._name) is None
-        self.check()
+        check_alive(self.ticket, self._folder)
         self._write()
 
-    def check(self) -> None:
-        """As `renew`, of what the last renewal saw; costs nothing."""
-        if self._taken:
-            raise self.taken_for_dead()
-
-    def taken_for_dead(self) -> PublicationConflictError:
-        return PublicationConflictError(
-            "another run took this one for dead and removed its files",
-            stage="publish",
-            item=self.day,
-            expected=f"a sign of life at least every {self._lease.total_seconds():g} s",
-            got="none for longer than that: was the machine suspended?",
-            next_step="run the day again",
-        )
-
     def dead_ones(self) -> Sequence[DeadAttempt]:
-        """Other attempts, at any day, whose run has ended or has not renewed its record for a whole lease."""
+        """Other attempts, at any day, whose run has ended or has not renewed its record for a whole lease.
+
+        Renews this one first: its own stamp is the clock by which the others are judged.
+        """
         self.renew()
         records = {file.name: file for file in self._folder.list() if _RECORD.search(file.name)}
-        own = records.pop(self._name, None)
+        own = records.pop(self.ticket.record, None)
         if own is None:
-            raise self.taken_for_dead()
+            raise taken_for_dead(self.ticket)
         found = []
         for name, file in records.items():
             written = self._folder.read(name)
@@ -122,16 +129,29 @@ class Attempt:
         """Nothing of it is left."""
         self._folder.sweep(dead.day, dead.id)
 
-    @property
-    def _name(self) -> str:
-        return f"{self.day}/{self.id}.json"
-
     def _write(self, *, ended: bool = False) -> None:
         with self._lock:  # around the record too: a renewal must not undo what was added meanwhile
-            record = {"id": self.id, "run_id": self.run_id, "publications": self._publications, "ended": ended}
-            self._folder.write(self._name, json.dumps(record).encode())
+            record = {"id": self.id, "run_id": self.ticket.run_id, "publications": self._publications, "ended": ended}
+            self._folder.write(self.ticket.record, json.dumps(record).encode())
 
     def _keep_alive(self) -> None:
         while not self._ended.wait(self._lease.total_seconds() / _RENEWALS_PER_LEASE):
             with contextlib.suppress(Exception):  # storage that fails for a moment: the next renewal may pass
                 self.renew()
+
+
+def check_alive(ticket: AttemptTicket, folder: Folder) -> None:
+    """Raises `PublicationConflictError` when the attempt's record is gone from `folder`."""
+    if folder.read(ticket.record) is None:
+        raise taken_for_dead(ticket)
+
+
+def taken_for_dead(ticket: AttemptTicket) -> PublicationConflictError:
+    return PublicationConflictError(
+        "another run took this one for dead and removed its files",
+        stage="publish",
+        item=ticket.day,
+        expected="a sign of life before its lease ran out",
+        got="none for longer than that: was the machine suspended?",
+        next_step="run the day again",
+    )

@@ -32,7 +32,7 @@ import numpy as np
 
 from gpu_runtime.errors import PublicationConflictError, SpecError
 from gpu_runtime.faults import FaultPlan, around, no_faults
-from gpu_runtime.predictions.attempts import Attempt, DeadAttempt
+from gpu_runtime.predictions.attempts import Attempt, AttemptTicket, DeadAttempt, check_alive, taken_for_dead
 from gpu_runtime.predictions.quarantine import append_quarantine, on_day, quarantine_schema, read_quarantine
 from gpu_runtime.predictions.receipts import Receipt, ReceiptStore
 from gpu_runtime.predictions.shard_file import PredictionSchema, Provenance, ShardWriter, shard_file
@@ -150,13 +150,13 @@ class PredictionTable:
                     raise
 
     def shard_writer(
-        self, schema: PredictionSchema, shard: int, attempt: Attempt, provenance: Provenance
+        self, schema: PredictionSchema, shard: int, attempt: AttemptTicket, provenance: Provenance
     ) -> ShardWriter:
         """For one shard's rows. Raises `PublicationConflictError` when the attempt was taken for dead."""
-        attempt.check()
+        check_alive(attempt, self._attempts)
         return ShardWriter(self.predictions, schema, attempt.day, shard, attempt.id, provenance)
 
-    def resume(self, attempt: Attempt, shard: int, key: str) -> Receipt | None:
+    def resume(self, attempt: AttemptTicket, shard: int, key: str) -> Receipt | None:
         """The receipt of that resume key, its file made this attempt's own: whoever cleans up after the run that
         wrote it takes nothing away from this one."""
         found = self.receipts.find(attempt.day, shard, key)
@@ -182,10 +182,10 @@ class PredictionTable:
         """
         self.create(schema)
         day, publication = attempt.day, str(new_publication())
-        attempt.drew(publication)
+        attempt.note_publication(publication)
         table = open_table(self.predictions)
         with ThreadPoolExecutor(_COPIES_AT_ONCE) as pool:
-            receipts = list(pool.map(partial(self._adopt, attempt), receipts))
+            receipts = list(pool.map(partial(self._adopt, attempt.ticket), receipts))
         files = [(one.file, one.nbytes, one.rows) for one in receipts]
         rows = [row for receipt in receipts for row in receipt.quarantined]
         with around(self._faults, "quarantine"):
@@ -198,7 +198,7 @@ class PredictionTable:
             self._commit(table, schema, attempt, files, publication, record, previous)
         return publication
 
-    def _adopt(self, attempt: Attempt, receipt: Receipt) -> Receipt:
+    def _adopt(self, attempt: AttemptTicket, receipt: Receipt) -> Receipt:
         """An earlier attempt's file under a name of this one's, and a receipt that says so. One commit may not both
         add and remove a path; and the old file may be cleaned away or vacuumed at any time."""
         own = shard_file(receipt.day, receipt.shard, attempt.id)
@@ -241,7 +241,7 @@ class PredictionTable:
             if entered == int(publication):
                 return  # the commit before was stored, though it seemed to fail
             if entered is not None:
-                raise attempt.taken_for_dead()
+                raise taken_for_dead(attempt.ticket)
             if (found := _publication(table, day)) != previous:
                 raise PublicationConflictError(
                     "another run published the day meanwhile",

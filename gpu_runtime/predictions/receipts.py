@@ -12,7 +12,7 @@ from gpu_runtime.predictions.storage import Folder
 from gpu_runtime.specs import digest_of, to_plain
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class QuarantinedRow:
     """A row that was not scored, and why. `reason` names columns, files and rules, never a cell's value."""
 

@@ -30,11 +30,26 @@ class PredictionSchema:
     """The declared columns of a model's predictions.
 
     Each output tensor becomes a column of its name (a list for a row of shape `[k]`). `class_names` maps an
-    index output to its names and adds a text column beside it.
+    index output to its names and adds a text column beside it. Raises `SpecError` unless the output's declared range
+    has a name for each index: rows outside the range are quarantined before they get here.
     """
 
     outputs: tuple[TensorSpec, ...]
     class_names: Mapping[str, tuple[str, ...]]
+
+    def __post_init__(self) -> None:
+        for spec in self.outputs:
+            names = self.class_names.get(spec.name)
+            if names is not None and not (spec.minimum == 0 and spec.maximum == len(names) - 1):
+                raise SpecError(
+                    "the class names do not fit the output's range",
+                    stage="score",
+                    item=spec.name,
+                    expected=f"an output whose range is 0 … {len(names) - 1}, one for each of {len(names)} names",
+                    got=f"{spec.minimum} … {spec.maximum}",
+                    next_step="give `class_names` a file with one line for each class, or declare the output's range "
+                    "under `output_ranges`",
+                )
 
     def fields(self) -> list[Any]:
         """Arrow fields of a shard's file, in order; the partition column `date` is not in the file."""
@@ -107,7 +122,6 @@ class ShardWriter:
             arrays.append(_column(values, pa.array(values.ravel())))
             names = self._schema.class_names.get(spec.name)
             if names is not None:
-                _check_names(spec, values, names)
                 arrays.append(_column(values, pa.array(np.asarray(names, object)[values.ravel()], pa.string())))
         arrays += [pa.array([getattr(self._provenance, name)] * count) for name in _PROVENANCE]
         self._pending.append(pa.RecordBatch.from_arrays(arrays, schema=pa.schema(self._schema.fields())))
@@ -135,18 +149,6 @@ class ShardWriter:
         if self._pending:
             self._writer.write_table(pa.Table.from_batches(self._pending, schema))
         self._pending, self._pending_rows = [], 0
-
-
-def _check_names(spec: TensorSpec, values: Any, names: Sequence[str]) -> None:
-    if values.size and not 0 <= values.min() <= values.max() < len(names):
-        raise SpecError(
-            "an output is no position in its class names",
-            stage="publish",
-            item=spec.name,
-            expected=f"0 … {len(names) - 1}",
-            got=f"{values.min()} … {values.max()}",
-            next_step="give `class_names` a file with one line for each class",
-        )
 
 
 def _column(values: Any, flat: Any) -> Any:

@@ -63,6 +63,10 @@ class Folder:
         self.options = dict(options or {})
         self._opened: Any = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What another process needs to open it again."""
+        return {**vars(self), "_opened": None}
+
     def folder(self, name: str) -> Folder:
         return Folder(f"{self.uri}/{name}", self.options)
 

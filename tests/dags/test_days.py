@@ -265,7 +265,7 @@ def test_a_score_that_is_no_number_fails_the_check_whoever_published_it(shared: 
     scores = frame["score"].to_numpy().copy()
     scores[[3, 77]] = np.nan, np.inf
     with table.attempt(bad, "by hand") as attempt:
-        writer = table.shard_writer(SCHEMA, 0, attempt, published.record.provenance)
+        writer = table.shard_writer(SCHEMA, 0, attempt.ticket, published.record.provenance)
         writer.append(frame["row_key"], frame["source_file"], frame["source_position"], {"score": scores})
         nbytes, sha256 = writer.finish()
         receipt = Receipt(bad, 0, "key", "by hand", writer.file, nbytes, sha256, 200, 200, ())

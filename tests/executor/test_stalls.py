@@ -39,7 +39,7 @@ HANGS = {  # what hangs → the stage that is told
 def test_a_stage_that_hangs_ends_the_run_and_names_itself(
     bench: Any, shard: Any, record: Any, limited: Any, settled: Any, monkeypatch: pytest.MonkeyPatch, hangs: str
 ) -> None:
-    monkeypatch.setattr(pipeline, "_GRACE_S", 0.05)
+    monkeypatch.setattr(pipeline, "GRACE_S", 0.05)
     let_go, tries = threading.Event(), list[str]()
 
     def work(what: str, at: bool = True) -> None:
@@ -205,7 +205,7 @@ def test_a_process_ends_by_itself_though_a_thread_of_it_hangs_for_ever(alone: An
     ended = alone(
         program(
             """
-pipeline._GRACE_S = 0.05
+pipeline.GRACE_S = 0.05
 if sys.argv[1] == "decoder":
     shard.during = lambda id: forever() if id == 9 else None
 elif sys.argv[1] == "engine":
@@ -253,11 +253,11 @@ except KeyboardInterrupt:
 
 INTERRUPTED = {
     "a decoder hangs": """
-pipeline._GRACE_S = 0.05
+pipeline.GRACE_S = 0.05
 shard.during = lambda id: (interrupt(), forever()) if id == 9 else None
 """,
     "a second interrupt while an engine hangs": """
-pipeline._GRACE_S = 100.0
+pipeline.GRACE_S = 100.0
 def compute(ids):
     if 9 in ids:
         interrupt()
@@ -282,7 +282,7 @@ def write(scored):
 engine.during, written.during = compute, write
 """,
     "a long search for bad rows": """
-pipeline._GRACE_S = 100.0
+pipeline.GRACE_S = 100.0
 tries = []
 def compute(ids):
     if 9 in ids:

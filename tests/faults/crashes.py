@@ -71,7 +71,6 @@ SETTINGS: dict[str, Any] = {
     "backends": ["onnxruntime"],
     "benchmark": {"batches": [BATCH], "rounds": 1, "round_s": 0.01, "probe_s": 0.01},
     "max_quarantined_fraction": 0.5,
-    "stage_timeout_s": 3,
 }
 
 
@@ -90,7 +89,7 @@ def make_home(root: Path) -> "Home":
     return home
 
 
-def definitions(root: Path, faults: FaultPlan = no_faults) -> dg.Definitions:
+def definitions(root: Path, faults: FaultPlan = no_faults, stage_timeout_s: float = 120) -> dg.Definitions:
     """The code location of that home, its device and its tables with the fault plan."""
 
     class Gpu(GpuResource):
@@ -108,7 +107,7 @@ def definitions(root: Path, faults: FaultPlan = no_faults) -> dg.Definitions:
         "predictions": Tables(root=str(root / "tables")),
         "gpu": Gpu(device="cpu"),
     }
-    lifecycle = build_lifecycle(InferencePipeline(**settings).pipeline(root / "tiny"))
+    lifecycle = build_lifecycle(InferencePipeline(**settings, stage_timeout_s=stage_timeout_s).pipeline(root / "tiny"))
     return dg.Definitions.merge(lifecycle, dg.Definitions(resources=resources))
 
 
@@ -260,7 +259,7 @@ def soak(
     while tally.kills < kills and time.monotonic() < until:
         home = unscored.copy(work / f"soak-{tally.days}")
         batches, killed, finished = 0, 0, False
-        while not finished and tally.kills < kills:
+        while not finished and tally.kills < kills and time.monotonic() < until:
             # A run that gets through early would end the day: the first ones are killed within the first shards.
             how = kill_from_outside(home, rng, longest_s=0.2 if killed < 8 else 2.0)
             finished, batches, tally.runs = how == "finished", batches + home.batches(), tally.runs + 1

@@ -6,7 +6,7 @@ Its folder, data and fault come from the environment:
     FAULTS_LOG    a file to which a line is added for each batch that is handed to the engine
     FAULTS_KILL   `<point>`, e.g. `after receipt`: SIGKILL there, at the third shard or later, with two batches or
                   more in the ring; not set: the run is left alone
-    FAULTS_STALL  `<point>`: hang there for ever, at the third shard or later
+    FAULTS_STALL  `<point>`: hang there for ever, at the third shard or later; a stage may then take 3 s, otherwise 120
     FAULTS_SLOW   seconds that each batch's write takes longer
 """
 
@@ -60,4 +60,4 @@ class Killer:
 sys.path.insert(0, str(Path(__file__).parent))
 from crashes import definitions  # noqa: E402
 
-defs = definitions(Path(os.environ["FAULTS_ROOT"]), Killer())
+defs = definitions(Path(os.environ["FAULTS_ROOT"]), Killer(), 3 if "FAULTS_STALL" in os.environ else 120)

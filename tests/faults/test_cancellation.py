@@ -37,6 +37,9 @@ def test_a_signal_ends_the_run_and_the_next_one_resumes_it(
         pytest.param("before write", "write"),
         pytest.param("before read", "read", marks=pytest.mark.slow),
         pytest.param("before enqueue", "compute", marks=pytest.mark.slow),
+        pytest.param("before quarantine", "publish", marks=pytest.mark.slow),
+        pytest.param("before commit", "publish"),
+        pytest.param("before clean-up", "clean-up", marks=pytest.mark.slow),
     ],
 )
 def test_a_stage_that_hangs_is_named_and_ends_the_run(

@@ -35,10 +35,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from gpu_runtime.datasets.decode import DecodePool
 from gpu_runtime.datasets.image_folder import ImageFolderSource
 from gpu_runtime.datasets.parquet import ParquetSource
 from gpu_runtime.datasets.partition import Source
+from gpu_runtime.datasets.workers import WorkerPool
 from gpu_runtime.errors import DatasetError
 from gpu_runtime.specs import TensorSpec
 
@@ -82,7 +82,7 @@ class Read:
     keys: list[str]
 
 
-def read_day(source: Source, pool: DecodePool, batch: int) -> list[Read]:
+def read_day(source: Source, pool: WorkerPool, batch: int) -> list[Read]:
     """Every shard of the day, in batches, into staging memory that holds nothing usable."""
     shards = []
     for shard in source.partition(DAY).shards:
@@ -180,7 +180,7 @@ def read_pictures(files: Mapping[str, bytes], root: Path) -> Read:
     folder.mkdir()
     for name, data in files.items():
         (folder / name).write_bytes(data)
-    with closing(DecodePool(2)) as pool:
+    with closing(WorkerPool(2)) as pool:
         (shard,) = read_day(ImageFolderSource(str(root), (PIXELS,)), pool, batch=2)
     demand(shard.keys == sorted(files), "a picture without a row")
     return shard
@@ -667,7 +667,7 @@ def table_case(kind: str, rng: Any, root: Path) -> Outcome:
     (folder / "part.parquet").write_bytes(expected.data)
     source = source_of(root, int(rng.integers(1, 60)))
     try:
-        with closing(DecodePool(2)) as pool:
+        with closing(WorkerPool(2)) as pool:
             shards = read_day(source, pool, int(rng.integers(1, 30)))
     except DatasetError as error:
         demand(expected.refused or expected.may_be_refused, f"refused: {error}")

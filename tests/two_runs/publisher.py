@@ -68,7 +68,7 @@ def publish(table: PredictionTable, day: str, run: str, rows: int, rotten: int, 
     provenance = Provenance("model", "engine", run)
     with table.attempt(day, run) as attempt:
         previous = table.current_publication(day)
-        writer = table.shard_writer(SCHEMA, 0, attempt, provenance)
+        writer = table.shard_writer(SCHEMA, 0, attempt.ticket, provenance)
         keys = [f"{run}-{row}" for row in range(rows)]
         writer.append(keys, ["a.parquet"] * rows, list(range(rows)), {"score": np.zeros(rows)})
         nbytes, sha256 = writer.finish()

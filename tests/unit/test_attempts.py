@@ -59,7 +59,7 @@ def test_who_has_ended_or_was_silent_for_a_lease_is_dead(disk: Any, days: Any) -
         pass
     age(disk, silent)
     with pytest.raises(ZeroDivisionError), table.attempt(MONDAY, "failed") as failed:
-        failed.drew("17")
+        failed.note_publication("17")
         raise ZeroDivisionError
     with (
         days.killed(table, TUESDAY) as elsewhere,
@@ -117,7 +117,7 @@ def test_what_a_renewal_writes_never_undoes_what_was_added(disk: Any, days: Any)
         renewing.start()
         assert arrived.wait(10)
         attempt._lock = overtaken()  # type: ignore[assignment]
-        attempt.drew("17")
+        attempt.note_publication("17")
         drawn.set()
         renewing.join()
         attempt._lock = lock
@@ -155,7 +155,7 @@ def test_a_run_taken_for_dead_publishes_nothing(disk: Any, days: Any, asleep: st
             with pytest.raises(PublicationConflictError, match="took this one for dead"):
                 sleeper.renew()
             with pytest.raises(PublicationConflictError, match="took this one for dead"):
-                slept.shard_writer(days.schema, 1, sleeper, days.record(sleeper, (), {}).provenance)
+                slept.shard_writer(days.schema, 1, sleeper.ticket, days.record(sleeper, (), {}).provenance)
         days.commit(slept, sleeper, *receipts, previous=first)
     expected = [0.75] if other == "publishes" else [0.25]
     assert table.read_day(MONDAY)["score"].tolist() == expected
@@ -300,7 +300,7 @@ def test_many_dead_runs_are_removed_by_one_commit(place: Any, days: Any) -> None
     for number in range(1, 21):
         with pytest.raises(days.Killed), table.attempt(MONDAY, str(number)) as dead:
             days.shard(table, dead, [9.0])
-            dead.drew(str(number))
+            dead.note_publication(str(number))
             append_quarantine(table.quarantine, MONDAY, str(number), "dead", [days.rotten])
             raise days.Killed
 
@@ -327,7 +327,7 @@ def test_two_runs_may_clean_up_at_once_while_others_publish(disk: Any, days: Any
             with pytest.raises(days.Killed), table.attempt(MONDAY, "dead") as dead:
                 days.shard(table, dead, [9.0])
                 publication = str(1 + round_ * 10 + number)
-                dead.drew(publication)
+                dead.note_publication(publication)
                 append_quarantine(table.quarantine, MONDAY, publication, "dead", [days.rotten])
                 raise days.Killed
         barrier = threading.Barrier(3)
@@ -398,7 +398,7 @@ def test_a_vacuum_removes_what_no_version_that_young_needs(place: Any, days: Any
     first = days.publish(table, MONDAY, [0.5], rotten=(days.rotten,))
     second = days.publish(table, MONDAY, [0.75], previous=first)
     with pytest.raises(days.Killed), table.attempt(MONDAY, "dead") as dead:
-        dead.drew("1")
+        dead.note_publication("1")
         append_quarantine(table.quarantine, MONDAY, "1", "dead", [days.rotten])
         raise days.Killed
     with table.attempt(MONDAY, "next") as attempt:

@@ -27,7 +27,7 @@ from gpu_runtime.specs import TensorSpec
 
 MONDAY, TUESDAY = "2026-03-02", "2026-03-03"
 TOP = PredictionSchema(
-    (TensorSpec("top_index", "int32", (2,)), TensorSpec("top_score", "float32", (2,))),
+    (TensorSpec("top_index", "int32", (2,), 0, 2), TensorSpec("top_score", "float32", (2,))),
     {"top_index": ("cat", "dog", "owl")},
 )
 
@@ -128,7 +128,8 @@ def test_every_file_of_a_finished_run_belongs_to_the_table(table: PredictionTabl
 
 
 def test_a_file_that_no_publication_names_is_not_read(table: PredictionTable, days: Any) -> None:
-    days.shard(table, table.attempt(MONDAY, "dead"), [9.0], shard=7)
+    with table.attempt(MONDAY, "dead") as attempt:
+        days.shard(table, attempt, [9.0], shard=7)
     days.publish(table, MONDAY, [0.5])
     assert scores_of(table, MONDAY) == [0.5]
 
@@ -326,22 +327,25 @@ def test_classes_are_named_beside_their_index(table: PredictionTable, days: Any)
     assert [list(score) for score in frame["top_score"]] == [[0.75, 0.25], [0.5, 0.5]]
 
 
-def test_a_single_class_is_a_plain_name_and_must_have_one(table: PredictionTable, days: Any) -> None:
-    schema = PredictionSchema((TensorSpec("class_index", "int32"),), {"class_index": ("cat", "dog")})
+def test_a_single_class_is_a_plain_name(table: PredictionTable, days: Any) -> None:
+    schema = PredictionSchema((TensorSpec("class_index", "int32", (), 0, 1),), {"class_index": ("cat", "dog")})
     with table.attempt(MONDAY, "run") as attempt:
         outputs = {"class_index": np.asarray([1, 0])}
         days.commit(table, attempt, days.shard(table, attempt, [0, 0], schema=schema, outputs=outputs), schema=schema)
-        for index in (2, -1):
-            with pytest.raises(SpecError, match="class names"):
-                days.shard(table, attempt, [0], schema=schema, outputs={"class_index": np.asarray([index])})
     assert sorted(table.read_day(MONDAY)["class_label"]) == ["cat", "dog"]
     assert label_column("class_index") == "class_label"
+
+
+@pytest.mark.parametrize("bounds", [(None, None), (0, None), (0, 2), (0, 0), (-1, 1), (1, 1)])
+def test_each_index_that_an_output_can_have_needs_a_name(bounds: tuple[float | None, float | None]) -> None:
+    with pytest.raises(SpecError, match=r"class_index.*0 … 1, one for each of 2 names.*Next"):
+        PredictionSchema((TensorSpec("class_index", "int32", (), *bounds),), {"class_index": ("cat", "dog")})
 
 
 def test_rows_written_before_a_buffer_is_reused_keep_their_values(table: PredictionTable, days: Any) -> None:
     scores = np.asarray([0.25, 0.5], np.float32)
     with table.attempt(MONDAY, "run") as attempt:
-        writer = table.shard_writer(days.schema, 0, attempt, Provenance("model", "engine", "run"))
+        writer = table.shard_writer(days.schema, 0, attempt.ticket, Provenance("model", "engine", "run"))
         writer.append(["a", "b"], ["f"] * 2, [0, 1], {"score": scores})
         scores[:] = np.nan  # the executor's slot is overwritten by a later batch
         nbytes, sha256 = writer.finish()
@@ -351,7 +355,9 @@ def test_rows_written_before_a_buffer_is_reused_keep_their_values(table: Predict
 
 def test_a_column_declared_later_is_added(table: PredictionTable, days: Any) -> None:
     days.publish(table, MONDAY, [0.5])
-    wider = PredictionSchema((*days.schema.outputs, TensorSpec("bin_index", "int32")), {"bin_index": ("low", "high")})
+    wider = PredictionSchema(
+        (*days.schema.outputs, TensorSpec("bin_index", "int32", (), 0, 1)), {"bin_index": ("low", "high")}
+    )
     outputs = {"score": np.asarray([0.75]), "bin_index": np.asarray([1])}
     with table.attempt(TUESDAY, "run") as attempt:
         days.commit(table, attempt, days.shard(table, attempt, [0.75], schema=wider, outputs=outputs), schema=wider)
@@ -374,7 +380,7 @@ def test_a_column_of_another_type_is_refused_and_nothing_is_published(table: Pre
         PredictionSchema((TensorSpec("score", "float16"),), {}),
         PredictionSchema((TensorSpec("score", "float32", (2,)),), {}),
         PredictionSchema((TensorSpec("value", "float32"),), {}),
-        PredictionSchema((TensorSpec("score", "float32"),), {"score": ("a",)}),
+        PredictionSchema((TensorSpec("score", "float32", (), 0, 0),), {"score": ("a",)}),
     ],
 )
 def test_any_change_of_the_columns_changes_the_schemas_digest(other: PredictionSchema, days: Any) -> None:
@@ -439,7 +445,8 @@ def test_a_resumed_days_receipts_name_the_files_in_force(table: PredictionTable,
 
 
 def test_a_shards_file_that_vanished_before_the_commit_is_a_conflict(table: PredictionTable, days: Any) -> None:
-    lost = days.shard(table, table.attempt(MONDAY, "dead"), [0.5])
+    with table.attempt(MONDAY, "other") as other:
+        lost = days.shard(table, other, [0.5])
     table.predictions.delete([lost.file])
     with pytest.raises(PublicationConflictError, match="removed the file"), table.attempt(MONDAY, "run") as attempt:
         days.commit(table, attempt, lost)

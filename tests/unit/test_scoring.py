@@ -7,6 +7,9 @@ import json
 import os
 import pickle
 import shutil
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,10 +34,12 @@ from gpu_runtime.errors import (
     DeviceError,
     InferenceError,
     PublicationConflictError,
+    StalledError,
     TooManyQuarantinedError,
 )
+from gpu_runtime.predictions import delta_table
 from gpu_runtime.predictions.delta_table import DayRecord, PredictionTable
-from gpu_runtime.predictions.receipts import Receipt
+from gpu_runtime.predictions.receipts import Receipt, ReceiptStore
 from gpu_runtime.predictions.shard_file import PredictionSchema, Provenance
 from gpu_runtime.promotion.store import CeilingStore
 from gpu_runtime.quality.drift import OutputReview
@@ -48,7 +53,7 @@ from gpu_runtime.scoring import (
     score_partition,
     score_shard,
 )
-from gpu_runtime.specs import ImageNormalization, ModelSpec, OnnxSource, TensorSpec, TopK, to_plain
+from gpu_runtime.specs import ImageNormalization, ModelSpec, OnnxSource, TensorSpec, TopK
 
 DAY, NEXT, LATER = "2026-03-01", "2026-03-02", "2026-03-03"
 LENIENT = ScoringPolicy(1.0)
@@ -640,6 +645,71 @@ def test_a_published_day_that_cannot_be_read_back_is_not_called_unpublished(
     assert score(source).reused
 
 
+# A stage beside the executor's that hangs
+
+
+HANGS: dict[str, tuple[Any, str]] = {  # where a run hangs → the stage that is named
+    "listing": (CountingSource.partition, "list"),
+    "creating": (PredictionTable.create, "publish"),
+    "looking up": (PredictionTable.published, "look-up"),
+    "reading a receipt": (ReceiptStore.find, "look-up"),
+    "loading the engine": (Scorer.executor.fget, "load"),
+    "quarantine": (delta_table.append_quarantine, "publish"),
+    "commit": (PredictionTable._commit, "publish"),
+    "clean-up": (PredictionTable.clean_up, "clean-up"),
+    "counting": (PredictionTable.count_day, "check"),
+    "review": (scoring.review_outputs, "check"),
+}
+
+
+FAST = ("looking up", "commit", "counting")
+
+
+@pytest.mark.parametrize("place", [pytest.param(one, marks=() if one in FAST else pytest.mark.slow) for one in HANGS])
+def test_what_hangs_beside_the_executor_ends_the_range_and_the_next_run_makes_the_day_whole(
+    place: str,
+    flights: Any,
+    root: Path,
+    served: SimpleNamespace,
+    device: HostDevice,
+    table: PredictionTable,
+    score: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    flights.write_day(root, DAY, 50, group=10, a=nulls_at(7))
+    flights.write_day(root, NEXT, 5)
+    source = CountingSource(flights.source(root, rows_per_shard=10))
+    let_go, hung = threading.Event(), threading.Event()
+    work, stage = HANGS[place]
+
+    def hang(*given: Any, **named: Any) -> Any:
+        hung.set()
+        let_go.wait()
+        raise ConnectionError  # and fails when the storage is there again
+
+    for owner in (CountingSource, PredictionTable, ReceiptStore, Scorer, scoring, delta_table):
+        for name, value in vars(owner).items():
+            if value is work:
+                monkeypatch.setattr(owner, name, hang)
+            if isinstance(value, property) and value.fget is work:
+                monkeypatch.setattr(owner, name, property(hang))
+    with Scorer(served.plan, served.store, device, ScoringPolicy(1.0, stage_timeout_s=3)) as scorer:
+        try:
+            results = dict(score_days([DAY, NEXT], scorer, source, flights.schema, table, "run"))
+        finally:
+            let_go.set()
+    assert hung.is_set() and list(results) == [DAY]
+    error = results[DAY]
+    assert isinstance(error, StalledError) and f"the {stage} stage hangs" in str(error) and DAY in str(error)
+    published = stage in ("clean-up", "check")
+    assert ("the day is published" in str(error)) is published
+    assert (table.current_publication(DAY) is not None) is published
+    monkeypatch.undo()
+    done = score(source)
+    assert done.reused is published
+    assert (done.published, done.published_quarantined, done.accounted) == (49, 1, True)
+
+
 # Several days
 
 
@@ -704,16 +774,57 @@ def test_a_failed_device_ends_the_range_with_its_day(
 def workers(
     served: SimpleNamespace, device: HostDevice, flights: Any, table: PredictionTable, engine: EngineWatch
 ) -> Iterator[Callable[[ShardTask, Source], Receipt]]:
-    """What a worker process does with a task that came over the wire."""
+    """Scores single shards for one attempt at the day."""
     table.create(flights.schema)
     strict = ScoringPolicy(0.1)
     with table.attempt(DAY, "run") as attempt, Scorer(served.plan, served.store, device, strict) as scorer:
-        yield lambda task, source: score_shard(
-            ShardTask.from_plain(json.loads(json.dumps(to_plain(task)))),
-            scorer,
-            source,
-            Destination(table, flights.schema, attempt),
-        )
+        yield lambda task, source: score_shard(task, scorer, source, Destination(table, flights.schema, attempt.ticket))
+
+
+WORKER = """
+import pickle, sys
+from gpu_runtime.artifacts import ArtifactStore
+from gpu_runtime.device.host import HostDevice
+from gpu_runtime.scoring import Scorer, ScoringPolicy, score_shard
+
+plan, store, tasks, source, to = pickle.load(sys.stdin.buffer)
+with HostDevice() as device, Scorer(plan, ArtifactStore(store), device, ScoringPolicy()) as scorer:
+    receipts = [score_shard(task, scorer, source, to) for task in tasks]
+sys.stdout.buffer.write(pickle.dumps(receipts))
+"""
+
+
+def test_other_processes_score_the_shards_of_one_attempt(
+    served: SimpleNamespace, flights: Any, root: Path, table: PredictionTable, engine: EngineWatch, score: Any
+) -> None:
+    source = flights.source(root, rows_per_shard=10)
+    tasks = source.partition(DAY).shards
+    table.create(flights.schema)
+    with table.attempt(DAY, "run") as attempt:
+        to = Destination(table, flights.schema, attempt.ticket)
+        table.current_publication(DAY)  # its folders are open: what they hold cannot be sent
+        workers = [
+            subprocess.Popen([sys.executable, "-c", WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            for _ in range(2)
+        ]
+        for number, worker in enumerate(workers):
+            assert worker.stdin is not None
+            with worker.stdin as channel:
+                pickle.dump((served.plan, str(served.store.root), tasks[number::2], source, to), channel)
+        done = []
+        for worker in workers:
+            assert worker.stdout is not None
+            done += pickle.load(worker.stdout)
+            worker.stdout.close()
+            assert worker.wait() == 0
+        assert sorted(receipt.shard for receipt in done) == [0, 1, 2, 3, 4]
+        assert all(attempt.id in receipt.file and receipt.run_id == "run" for receipt in done)
+        made = score(CountingSource(source))
+    assert (made.published, made.resumed_shards, engine.seen) == (50, 5, [])
+    Path(table.root.uri, "attempts", DAY, f"{attempt.id}.json").unlink(missing_ok=True)
+    taken_for_dead = pytest.raises(PublicationConflictError, match="took this one for dead")
+    with taken_for_dead, HostDevice() as device, Scorer(served.plan, served.store, device, LENIENT) as scorer:
+        score_shard(replace(tasks[0], reading="another"), scorer, source, to)
 
 
 def test_one_shard_alone_leaves_the_receipt_that_it_leaves_among_others(
@@ -743,13 +854,6 @@ def test_shards_that_others_scored_make_a_day_that_is_judged_as_a_whole(
         score(source, policy=ScoringPolicy(0.09))
     assert score(source, policy=ScoringPolicy(0.1)).published == 45
     assert source.opened == []
-
-
-@pytest.mark.parametrize("groups", [(2, 5), None])
-def test_a_task_survives_json(source: CountingSource, groups: tuple[int, int] | None) -> None:
-    task = replace(source.partition(DAY).shards[1], row_groups=groups)
-    back = ShardTask.from_plain(json.loads(json.dumps(to_plain(task))))
-    assert (back, back.fingerprint) == (task, task.fingerprint)
 
 
 def test_what_fits_on_the_device_is_remembered_by_the_next_run(
@@ -833,7 +937,7 @@ def publish(table: PredictionTable, schema: PredictionSchema, day: str, **output
         receipts, rows = [], len(next(iter(outputs.values()), ()))
         table.create(schema)
         if rows:
-            writer = table.shard_writer(schema, 0, attempt, made)
+            writer = table.shard_writer(schema, 0, attempt.ticket, made)
             writer.append([str(row) for row in range(rows)], ["f"] * rows, list(range(rows)), outputs)
             nbytes, sha256 = writer.finish()
             receipts = [Receipt(day, 0, "key", "by hand", writer.file, nbytes, sha256, rows, rows, ())]

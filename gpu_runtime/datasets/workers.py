@@ -1,0 +1,64 @@
+"""The threads that read and decode beside the engine."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class WorkerPool:
+    """Threads for pieces of work that release the GIL, so that they run beside each other and the engine.
+
+    They are daemons, unlike those of `ThreadPoolExecutor`: a decoder that hangs must not keep the process alive.
+    """
+
+    def __init__(self, workers: int, name: str = "decode") -> None:
+        self.workers, self._name = workers, name
+        self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        self.busy_s = 0.0
+
+    def submit(self, piece: Callable[[], T]) -> Future[T]:
+        if len(self._threads) < self.workers:
+            thread = threading.Thread(target=self._run, name=f"{self._name}-{len(self._threads)}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+        future: Future[T] = Future()
+        self._work.put((future, piece))
+        return future
+
+    def _run(self) -> None:
+        while (entry := self._work.get()) is not None:
+            self._do(*entry)
+            del entry  # an idle thread must not keep its last piece alive, and a whole shard with it
+
+    def _do(self, future: Future[Any], piece: Callable[[], Any]) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        started, result, failure = time.perf_counter(), None, None
+        try:
+            result = piece()
+        except BaseException as error:
+            failure = error
+        with self._lock:
+            self.busy_s += time.perf_counter() - started
+        if failure is None:
+            future.set_result(result)
+        else:
+            future.set_exception(failure)
+
+    def close(self, wait: bool = True) -> None:
+        """End the threads once their present piece is done; pieces that nobody cancelled are done before."""
+        for _ in self._threads:
+            self._work.put(None)
+        if wait:
+            for thread in self._threads:
+                thread.join()
+        self._threads.clear()
