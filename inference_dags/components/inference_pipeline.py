@@ -125,8 +125,9 @@ class InferencePipeline(dg.Component, dg.Model, dg.Resolvable):
 
     The folder's name is the model's name. `class_names` maps an index output to a file of names beside
     defs.yaml and adds a column of names to the predictions. `stage_timeout_s`: a piece of work that takes
-    longer ends the run: a shard being opened, a batch decoded, computed or written, the day published. `max_drift`: a day whose outputs are distributed further
-    than that from the last published day's (Jensen–Shannon distance, 0 … 1) gets a warning.
+    longer ends the run: a shard being opened, a batch decoded, computed or written, the day published.
+    `max_drift`: a day whose outputs are distributed further than that from the last published day's (Jensen–Shannon
+    distance, 0 … 1) gets a warning.
     """
 
     model_spec: ModelSettings
