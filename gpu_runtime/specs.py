@@ -97,6 +97,15 @@ class TensorSpec:
     def batch_shape(self, batch: int) -> tuple[int, ...]:
         return (batch, *self.shape)
 
+    def holds(self, values: npt.NDArray[Any]) -> bool:
+        """Whether all of `values` are finite and inside the declared range; told by their extremes, in one pass."""
+        if not values.size or (self.minimum is None and self.maximum is None and values.dtype.kind != "f"):
+            return True
+        low, high = values.min(), values.max()  # a NaN is the extreme of its array
+        least = -np.inf if self.minimum is None else self.minimum
+        most = np.inf if self.maximum is None else self.maximum
+        return bool(np.isfinite(low) and np.isfinite(high) and low >= least and high <= most)
+
 
 @dataclass(frozen=True)
 class ImageNormalization:

@@ -192,6 +192,7 @@ class ParquetReader:
         self._keys = table.column(source.row_key) if source.row_key else None
         self._table = table
         self._columns = {c: table.column(c) for columns in source.columns.values() for c in columns}
+        self._arrays = {c: _as_array(column) for c, column in self._columns.items() if c not in source.vocabularies}
 
     @property
     def rows(self) -> int:
@@ -219,6 +220,8 @@ class ParquetReader:
         reasons: dict[int, str] = {}
         for spec in self._source.inputs:
             target = staging[spec.name].reshape(stop - start, -1)
+            if self._copy(spec, start, stop, target):
+                continue
             for place, column in enumerate(self._source.columns[spec.name]):
                 values, bad, reason = self._values(column, start, stop)
                 for row in np.flatnonzero(bad):
@@ -245,6 +248,16 @@ class ParquetReader:
                         reasons.setdefault(int(row), f"column {column!r} does not fit {spec.dtype}")
                         target[row, place] = 0
         return [RowFailure(row, "input", reason, "ValueError") for row, reason in sorted(reasons.items())]
+
+    def _copy(self, spec: TensorSpec, start: int, stop: int, target: npt.NDArray[Any]) -> bool:
+        """Fill `target` from columns that hold plain numbers only; False when a row of it has to be looked at."""
+        arrays = [self._arrays.get(column) for column in self._source.columns[spec.name]]
+        if any(array is None or not _fits(array.dtype, spec.numpy_dtype) for array in arrays):
+            return False
+        with np.errstate(over="ignore"):  # becomes infinite, which the range does not hold
+            for place, array in enumerate(arrays):
+                target[:, place] = array[start:stop]  # type: ignore[index]
+        return spec.holds(target)
 
     def _values(self, column: str, start: int, stop: int) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_], Any]:
         """The column's rows as numbers, which of them are bad, and a function that says why a row is."""
@@ -273,6 +286,21 @@ class ParquetReader:
             return f"column {column!r} " + ("holds an unknown category" if vocabulary is not None else "is not finite")
 
         return values, bad, reason
+
+
+def _as_array(column: Any) -> npt.NDArray[Any] | None:
+    """A column of numbers without a null, as it lies in memory; None for any other."""
+    import pyarrow.types as types
+
+    number = types.is_integer(column.type) or types.is_float32(column.type) or types.is_float64(column.type)
+    if not number or column.null_count or column.num_chunks != 1:
+        return None
+    return column.chunk(0).to_numpy(zero_copy_only=True)  # type: ignore[no-any-return]
+
+
+def _fits(found: np.dtype[Any], declared: np.dtype[Any]) -> bool:
+    """Whether a cast keeps what a number says, or makes it infinite."""
+    return declared.kind == "f" or np.can_cast(found, declared, "safe")
 
 
 def _values_of(column: Any) -> list[Any]:

@@ -163,22 +163,10 @@ def _unusable(
     for spec in specs:
         values = tensors[spec.name]
         values = values.reshape(values.shape[0], -1)
-        for bad, reason in () if _obeys(spec, values) else _rules(spec, values):
+        for bad, reason in () if not spec.varies and spec.holds(values) else _rules(spec, values):
             for row in (row for row in rows if bad[row]) if bad.any() else ():
                 failures.setdefault(row, RowFailure(row, role, f"{role} {spec.name!r} {reason}", exception))
     return list(failures.values())
-
-
-def _obeys(spec: TensorSpec, values: npt.NDArray[Any]) -> bool:
-    """Whether a whole batch is good, told by its extremes, as nearly every one is. A value that is no number is its
-    array's extreme."""
-    if spec.varies or not values.size:
-        return False
-    if spec.minimum is None and spec.maximum is None and values.dtype.kind != "f":
-        return True
-    low, high = values.min(), values.max()
-    least, most = -np.inf if spec.minimum is None else spec.minimum, np.inf if spec.maximum is None else spec.maximum
-    return bool(np.isfinite(low) and np.isfinite(high) and low >= least and high <= most)
 
 
 def _rules(spec: TensorSpec, values: npt.NDArray[Any]) -> list[tuple[npt.NDArray[Any], str]]:

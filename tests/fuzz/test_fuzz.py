@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from PIL import ImageFile
 
+from gpu_runtime.datasets import parquet
 from gpu_runtime.datasets.image_folder import ImageReader
 from gpu_runtime.datasets.parquet import ParquetReader
 
@@ -77,13 +78,13 @@ def test_a_failure_that_is_not_told_or_told_twice_would_be_noticed(
 
 
 def test_a_wrong_value_would_be_noticed(fuzz: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    values = ParquetReader._values
+    as_array = parquet._as_array
 
-    def off_by_a_little(*args: Any) -> Any:
-        found, bad_rows, reason = values(*args)
-        return (np.nextafter(found, found.dtype.type(0)) if found.dtype == np.float32 else found), bad_rows, reason
+    def off_by_a_little(column: Any) -> Any:
+        found = as_array(column)
+        return None if found is None or found.dtype != np.float32 else np.nextafter(found, np.float32(0))
 
-    monkeypatch.setattr(ParquetReader, "_values", off_by_a_little)
+    monkeypatch.setattr(parquet, "_as_array", off_by_a_little)
     assert any("share was scored with another value" in wrong for wrong in bad(fuzz, "table: columns rearranged"))
 
 
