@@ -330,21 +330,21 @@ def _write_rows(shard: _OpenShard, scored: ScoredBatch) -> list[QuarantinedRow]:
     """Add a batch's rows to its shard; returns those that go to quarantine instead."""
     failed = {failure.row for failure in scored.failures}
     start, stop = scored.batch.start, scored.batch.stop
-    keys, files, positions = shard.reader.origins(start, stop)
-    quarantined = [  # kept until the day is published, so each reason only once
+    origins, outputs = shard.reader.origins(start, stop), scored.outputs
+    quarantined = [
         QuarantinedRow(
-            keys[one.row], files[one.row], positions[one.row], one.stage, sys.intern(one.reason), one.exception
+            **origins.slice(one.row, 1).to_pylist()[0],
+            stage=one.stage,
+            reason=sys.intern(one.reason),  # it is kept until the day is published: once for all rows
+            exception=one.exception,
         )
         for one in scored.failures
     ]
-    outputs = scored.outputs
     if failed:
-        kept = [row for row in range(stop - start) if row not in failed]
-        keys, files = [keys[row] for row in kept], [files[row] for row in kept]
-        positions = [positions[row] for row in kept]
-        outputs = {name: values[kept] for name, values in outputs.items()}
-    if keys:
-        shard.writer.append(keys, files, positions, outputs)
+        kept = np.asarray([row for row in range(stop - start) if row not in failed], np.int64)
+        origins, outputs = origins.take(kept), {name: values[kept] for name, values in outputs.items()}
+    if origins.num_rows:
+        shard.writer.append(origins, outputs)
     shard.quarantined.extend(quarantined)
     return quarantined
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gpu_runtime.datasets.partition import origins_of
 from gpu_runtime.predictions.attempts import Attempt
 from gpu_runtime.predictions.delta_table import DayRecord, PredictionTable
 from gpu_runtime.predictions.receipts import QuarantinedRow, Receipt
@@ -128,7 +129,7 @@ class HandmadeDays:
         writer = table.shard_writer(schema, shard, attempt.ticket, Provenance("model", "engine", attempt.ticket.run_id))
         if count:
             keys = [f"key-{shard}-{i}" for i in range(count)]
-            writer.append(keys, ["a.parquet"] * count, list(range(count)), outputs or {"score": np.asarray(scores)})
+            writer.append(origins_of(keys, "a.parquet", range(count)), outputs or {"score": np.asarray(scores)})
         nbytes, sha256 = writer.finish()
         return Receipt(
             attempt.day,

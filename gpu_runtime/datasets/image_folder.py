@@ -19,6 +19,7 @@ from gpu_runtime.datasets.partition import (
     ShardTask,
     day_files,
     day_folder,
+    origins_of,
     reading_of,
 )
 from gpu_runtime.errors import RowError, SpecError
@@ -75,9 +76,9 @@ class ImageReader:
     def rows(self) -> int:
         return len(self._shard.files)
 
-    def origins(self, start: int, stop: int) -> tuple[list[str], list[str], list[int]]:
+    def origins(self, start: int, stop: int) -> Any:
         paths = [_as_text(file.path) for file in self._shard.files[start:stop]]
-        return paths, paths, [0] * len(paths)
+        return origins_of(paths, paths, [0] * len(paths))
 
     def labels(self) -> None:
         return None

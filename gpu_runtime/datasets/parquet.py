@@ -18,6 +18,7 @@ from gpu_runtime.datasets.partition import (
     ShardTask,
     day_files,
     day_folder,
+    origins_of,
     reading_of,
 )
 from gpu_runtime.errors import DatasetError, SpecError
@@ -189,7 +190,8 @@ class ParquetReader:
     def __init__(self, source: ParquetSource, table: Any, shard: ShardTask, offset: int) -> None:
         self._source, self._shard, self._offset = source, shard, offset
         self._file = shard.files[0].path
-        self._keys = table.column(source.row_key) if source.row_key else None
+        self._keys = table.column(source.row_key).combine_chunks() if source.row_key else None
+        self._plain_keys = self._keys is not None and _is_plain(self._keys)
         self._table = table
         self._columns = {c: table.column(c) for columns in source.columns.values() for c in columns}
         self._arrays = {c: _as_array(column) for c, column in self._columns.items() if c not in source.vocabularies}
@@ -198,11 +200,22 @@ class ParquetReader:
     def rows(self) -> int:
         return int(self._table.num_rows)
 
-    def origins(self, start: int, stop: int) -> tuple[list[str], list[str], list[int]]:
-        positions = list(range(self._offset + start, self._offset + stop))
-        found = [None] * len(positions) if self._keys is None else _values_of(self._keys.slice(start, stop - start))
-        keys = [f"{self._file}#{p}" if key is None else str(key) for key, p in zip(found, positions, strict=True)]
-        return keys, [self._file] * len(keys), positions
+    def origins(self, start: int, stop: int) -> Any:
+        positions = np.arange(self._offset + start, self._offset + stop)
+        return origins_of(self._keys_of(start, stop, positions), _as_text(self._file), positions)
+
+    def _keys_of(self, start: int, stop: int, positions: npt.NDArray[np.int64]) -> Any:
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        places = pc.binary_join_element_wise(_as_text(self._file), pa.array(positions).cast(pa.string()), "#")
+        if self._keys is None:
+            return places
+        keys = self._keys.slice(start, stop - start)
+        if not self._plain_keys:
+            found = _values_of(keys)
+            keys = pa.array([None if key is None else str(key) for key in found], pa.string())
+        return pc.coalesce(pa.chunked_array([keys.cast(pa.string())]).combine_chunks(), places)
 
     def labels(self) -> npt.NDArray[Any] | None:
         if self._source.label is None:
@@ -286,6 +299,27 @@ class ParquetReader:
             return f"column {column!r} " + ("holds an unknown category" if vocabulary is not None else "is not finite")
 
         return values, bad, reason
+
+
+def _is_plain(keys: Any) -> bool:
+    """Whether Arrow and Python write these keys alike, and all of them are text that a table can hold."""
+    import pyarrow as pa
+    import pyarrow.types as types
+
+    if types.is_integer(keys.type):
+        return True
+    if not (types.is_string(keys.type) or types.is_large_string(keys.type)):
+        return False
+    try:
+        keys.validate(full=True)
+    except pa.ArrowInvalid:
+        return False
+    return True
+
+
+def _as_text(path: str) -> str:
+    """A name whose bytes are no UTF-8, as text that a table can hold."""
+    return path.encode("utf-8", "backslashreplace").decode()
 
 
 def _as_array(column: Any) -> npt.NDArray[Any] | None:

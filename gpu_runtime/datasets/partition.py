@@ -83,6 +83,9 @@ class RowFailure:
     exception: str
 
 
+ORIGIN = ("row_key", "source_file", "source_position")
+"""Columns that say where a row came from."""
+
 Piece = Callable[[], list[RowFailure]]
 """Fills some rows of a batch and returns those it could not; pieces of one batch may run in parallel."""
 
@@ -93,9 +96,8 @@ class ShardReader(Protocol):
     @property
     def rows(self) -> int: ...
 
-    def origins(self, start: int, stop: int) -> tuple[Sequence[str], Sequence[str], Sequence[int]]:
-        """Where rows `start … stop` came from: their keys, their files relative to the day's folder, and their
-        positions in those files."""
+    def origins(self, start: int, stop: int) -> Any:
+        """Where rows `start … stop` came from, as `origins_of` makes it."""
 
     def pieces(self, start: int, stop: int, staging: Mapping[str, npt.NDArray[Any]]) -> list[Piece]:
         """The work that fills rows `start … stop` into `staging` (input name → `[stop − start, *shape]`)."""
@@ -115,6 +117,23 @@ class Source(Protocol):
 
     def open(self, shard: ShardTask) -> ShardReader:
         """Raises `DatasetError` when a file as a whole is not what was declared."""
+
+
+def origins_of(keys: Any, files: Sequence[str] | str, positions: Any) -> Any:
+    """An Arrow record batch: the rows' keys, their files relative to the day's folder (one for all, or one each), and
+    their positions in those files."""
+    import pyarrow as pa
+
+    keys = keys if isinstance(keys, pa.Array) else pa.array(keys, pa.string())
+    named = repeated(files, len(keys)) if isinstance(files, str) else pa.array(files, pa.string()).dictionary_encode()
+    return pa.record_batch([keys, named, pa.array(positions, pa.int64())], list(ORIGIN))
+
+
+def repeated(value: str, count: int) -> Any:
+    """A text column of one value, as Arrow keeps it in the least space."""
+    import pyarrow as pa
+
+    return pa.DictionaryArray.from_arrays(np.zeros(count, np.int32), pa.array([value], pa.string()))
 
 
 def reading_of(source: Any) -> str:

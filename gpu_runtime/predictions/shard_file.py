@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from gpu_runtime.datasets.partition import repeated
 from gpu_runtime.errors import SpecError
 from gpu_runtime.predictions.storage import FileWriter, Folder
 from gpu_runtime.specs import TensorSpec, digest_of
 
 _ROWS_PER_GROUP = 65_536
 _PROVENANCE = ("model_digest", "engine_digest", "run_id")
+_REPEATED = ("source_file", *_PROVENANCE)
 
 
 @dataclass(frozen=True)
@@ -100,31 +102,26 @@ class ShardWriter:
         self._table, self._schema, self._provenance = table, schema, provenance
         self.file = shard_file(day, shard, attempt)
         self.rows = 0
+        self._arrow = _in_memory(schema)
         self._file: FileWriter | None = None
         self._writer: Any = None
         self._pending: list[Any] = []
         self._pending_rows = 0
 
-    def append(
-        self, keys: Sequence[str], files: Sequence[str], positions: Sequence[int], outputs: Mapping[str, Any]
-    ) -> None:
-        """Add rows; `outputs` (`[n, *shape]`) are copied."""
+    def append(self, origins: Any, outputs: Mapping[str, Any]) -> None:
+        """Add rows: where they came from (`origins_of`), and `outputs` (`[n, *shape]`), which are copied."""
         import pyarrow as pa
 
-        count = len(keys)
-        arrays: list[Any] = [
-            pa.array(keys, pa.string()),
-            pa.array(files, pa.string()),
-            pa.array(positions, pa.int64()),
-        ]
+        count = origins.num_rows
+        arrays: list[Any] = list(origins.columns)
         for spec in self._schema.outputs:
             values = np.array(outputs[spec.name], spec.numpy_dtype, copy=True)
             arrays.append(_column(values, pa.array(values.ravel())))
             names = self._schema.class_names.get(spec.name)
             if names is not None:
-                arrays.append(_column(values, pa.array(np.asarray(names, object)[values.ravel()], pa.string())))
-        arrays += [pa.array([getattr(self._provenance, name)] * count) for name in _PROVENANCE]
-        self._pending.append(pa.RecordBatch.from_arrays(arrays, schema=pa.schema(self._schema.fields())))
+                arrays.append(_column(values, pa.array(names, pa.string()).take(pa.array(values.ravel()))))
+        arrays += [repeated(getattr(self._provenance, name), count) for name in _PROVENANCE]
+        self._pending.append(pa.RecordBatch.from_arrays(arrays, schema=self._arrow))
         self._pending_rows += count
         self.rows += count
         if self._pending_rows >= _ROWS_PER_GROUP:
@@ -141,14 +138,21 @@ class ShardWriter:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        schema = pa.schema(self._schema.fields())
         if self._writer is None:
             self._file = self._table.writer(self.file)
-            # Scores hardly ever repeat: a dictionary would only cost time. Files and provenance always do.
-            self._writer = pq.ParquetWriter(self._file, schema, use_dictionary=["source_file", *_PROVENANCE])
+            # Scores hardly ever repeat: a dictionary would only cost time. Whoever reads the file sees plain text.
+            self._writer = pq.ParquetWriter(self._file, self._arrow, use_dictionary=list(_REPEATED), store_schema=False)
         if self._pending:
-            self._writer.write_table(pa.Table.from_batches(self._pending, schema))
+            self._writer.write_table(pa.Table.from_batches(self._pending, self._arrow))
         self._pending, self._pending_rows = [], 0
+
+
+def _in_memory(schema: PredictionSchema) -> Any:
+    """The file's columns as they are collected: those that repeat themselves as dictionaries."""
+    import pyarrow as pa
+
+    repeats = pa.dictionary(pa.int32(), pa.string())
+    return pa.schema([pa.field(f.name, repeats if f.name in _REPEATED else f.type) for f in schema.fields()])
 
 
 def _column(values: Any, flat: Any) -> Any:

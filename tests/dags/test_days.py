@@ -16,6 +16,7 @@ import pytest
 from deltalake import DeltaTable
 
 from gpu_runtime import scoring
+from gpu_runtime.datasets.partition import origins_of
 from gpu_runtime.errors import DeviceError
 from gpu_runtime.predictions.delta_table import PredictionTable
 from gpu_runtime.predictions.receipts import Receipt
@@ -266,7 +267,9 @@ def test_a_score_that_is_no_number_fails_the_check_whoever_published_it(shared: 
     scores[[3, 77]] = np.nan, np.inf
     with table.attempt(bad, "by hand") as attempt:
         writer = table.shard_writer(SCHEMA, 0, attempt.ticket, published.record.provenance)
-        writer.append(frame["row_key"], frame["source_file"], frame["source_position"], {"score": scores})
+        writer.append(
+            origins_of(frame["row_key"], list(frame["source_file"]), frame["source_position"]), {"score": scores}
+        )
         nbytes, sha256 = writer.finish()
         receipt = Receipt(bad, 0, "key", "by hand", writer.file, nbytes, sha256, 200, 200, ())
         table.publish(SCHEMA, attempt, [receipt], published.record, published.number)

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import pytest
 
 from gpu_runtime.backends.protocol import EngineFile, EngineOptions
-from gpu_runtime.datasets.partition import RowFailure
+from gpu_runtime.datasets.partition import RowFailure, origins_of
 from gpu_runtime.device.host import HostDevice, cpu_class
 from gpu_runtime.device.protocol import Device, Stream
 from gpu_runtime.errors import RowError
@@ -126,8 +126,8 @@ class MemoryShard:
     def rows(self) -> int:
         return len(self.ids)
 
-    def origins(self, start: int, stop: int) -> tuple[list[str], list[str], list[int]]:
-        return [str(id) for id in self.ids[start:stop]], ["memory"] * (stop - start), list(range(start, stop))
+    def origins(self, start: int, stop: int) -> Any:
+        return origins_of([str(id) for id in self.ids[start:stop]], "memory", range(start, stop))
 
     def labels(self) -> None:
         return None

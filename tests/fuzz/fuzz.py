@@ -102,7 +102,7 @@ def read_day(source: Source, pool: WorkerPool, batch: int) -> list[Read]:
                 demand(0 <= failure.row < stop - start, "a failure of a row outside its batch")
                 demand(start + failure.row not in failures, "a row reported twice")
                 failures[start + failure.row] = failure.reason
-            found, files, positions = reader.origins(start, stop)
+            found, files, positions = reader.origins(start, stop).to_pydict().values()
             demand(len(found) == len(files) == len(positions) == stop - start, "a row without an origin")
             keys += found
         for spec in source.inputs:

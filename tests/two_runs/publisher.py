@@ -16,6 +16,7 @@ import numpy as np
 
 from gpu_runtime.artifacts import ArtifactStore
 from gpu_runtime.datasets.parquet import ParquetSource
+from gpu_runtime.datasets.partition import origins_of
 from gpu_runtime.device.host import HostDevice, cpu_class
 from gpu_runtime.errors import InferenceError
 from gpu_runtime.faults import FaultPlan
@@ -70,7 +71,7 @@ def publish(table: PredictionTable, day: str, run: str, rows: int, rotten: int, 
         previous = table.current_publication(day)
         writer = table.shard_writer(SCHEMA, 0, attempt.ticket, provenance)
         keys = [f"{run}-{row}" for row in range(rows)]
-        writer.append(keys, ["a.parquet"] * rows, list(range(rows)), {"score": np.zeros(rows)})
+        writer.append(origins_of(keys, "a.parquet", range(rows)), {"score": np.zeros(rows)})
         nbytes, sha256 = writer.finish()
         lost = tuple(
             QuarantinedRow(f"{run}-x", "a.parquet", row, "input", "null", "ValueError") for row in range(rotten)

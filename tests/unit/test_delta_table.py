@@ -17,6 +17,7 @@ import pytest
 from deltalake import DeltaTable, write_deltalake
 from deltalake.exceptions import CommitFailedError
 
+from gpu_runtime.datasets.partition import origins_of
 from gpu_runtime.errors import PublicationConflictError, SpecError
 from gpu_runtime.faults import FaultPlan
 from gpu_runtime.predictions.delta_table import PredictionTable
@@ -346,7 +347,7 @@ def test_rows_written_before_a_buffer_is_reused_keep_their_values(table: Predict
     scores = np.asarray([0.25, 0.5], np.float32)
     with table.attempt(MONDAY, "run") as attempt:
         writer = table.shard_writer(days.schema, 0, attempt.ticket, Provenance("model", "engine", "run"))
-        writer.append(["a", "b"], ["f"] * 2, [0, 1], {"score": scores})
+        writer.append(origins_of(["a", "b"], "f", [0, 1]), {"score": scores})
         scores[:] = np.nan  # the executor's slot is overwritten by a later batch
         nbytes, sha256 = writer.finish()
         days.commit(table, attempt, Receipt(MONDAY, 0, "key", "run", writer.file, nbytes, sha256, 2, 2, ()))

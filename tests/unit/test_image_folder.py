@@ -35,7 +35,9 @@ def read(root: Path) -> Rows:
     """Pixels `[n, 8, 8, 3]`, and file → (stage, reason) of those that failed."""
     source = source_of(root)
     rows, failures, reader = numpy_rows(source, source.partition(DAY).shards[0])
-    return rows["pixels"], {reader.origins(f.row, f.row + 1)[0][0]: (f.stage, f.reason) for f in failures}
+    return rows["pixels"], {
+        reader.origins(f.row, f.row + 1)["row_key"][0].as_py(): (f.stage, f.reason) for f in failures
+    }
 
 
 def land(root: Path, file: str, content: Any, kind: str | None = None, **save: Any) -> Path:
@@ -421,7 +423,7 @@ def test_a_name_that_is_no_text_is_escaped(tmp_path: Path, write_jpeg: Any) -> N
     source = source_of(tmp_path)
     rows, failures, reader = numpy_rows(source, source.partition(DAY).shards[0])
     escaped = [r"caf\udce9.jpg"]
-    assert reader.origins(0, 1) == (escaped, escaped, [0])
+    assert list(reader.origins(0, 1).to_pydict().values()) == [escaped, escaped, [0]]
     assert failures == []
     np.testing.assert_allclose(rows["pixels"][0, 4, 4].astype(int), RED, atol=12)
 
@@ -447,8 +449,9 @@ def test_rows_are_ordered_by_path_through_folders(tmp_path: Path, write_jpeg: An
     source = source_of(tmp_path, files_per_shard=3)
     shards = source.partition(DAY).shards
     assert [[file.path for file in shard.files] for shard in shards] == [["a.JPG", "b/a.png", "b/z.jpeg"], ["c.jpg"]]
-    assert source.open(shards[1]).origins(0, 1) == (["c.jpg"], ["c.jpg"], [0])
-    assert source.open(shards[0]).origins(1, 3) == (["b/a.png", "b/z.jpeg"], ["b/a.png", "b/z.jpeg"], [0, 0])
+    assert list(source.open(shards[1]).origins(0, 1).to_pydict().values()) == [["c.jpg"], ["c.jpg"], [0]]
+    both = ["b/a.png", "b/z.jpeg"]
+    assert list(source.open(shards[0]).origins(1, 3).to_pydict().values()) == [both, both, [0, 0]]
 
 
 def test_hidden_files_other_files_and_folders_are_no_rows(tmp_path: Path, write_jpeg: Any) -> None:

@@ -93,7 +93,9 @@ def test_row_groups_and_files_become_shards_in_order(flights: Any, tmp_path: Pat
     ]
     last, _, reader = numpy_rows(source, shards[3])
     np.testing.assert_array_equal(last["numbers"], flights.rows(25, seed=1)["numbers"][20:])
-    assert reader.origins(4, 5) == (["flight-1-24"], ["b.parquet"], [24])
+    assert reader.origins(4, 5).to_pylist() == [
+        {"row_key": "flight-1-24", "source_file": "b.parquet", "source_position": 24}
+    ]
 
 
 @pytest.mark.parametrize("row_key", ["id", None])
@@ -103,7 +105,7 @@ def test_the_origins_of_a_batch_are_those_of_its_rows(flights: Any, tmp_path: Pa
     reader = source.open(source.partition(DAY).shards[1])
     places = range(13, 18)
     expected = [f"part-0.parquet#{i}" if i == 14 or row_key is None else f"flight-{i}" for i in places]
-    assert reader.origins(3, 8) == (expected, ["part-0.parquet"] * 5, list(places))
+    assert list(reader.origins(3, 8).to_pydict().values()) == [expected, ["part-0.parquet"] * 5, list(places)]
 
 
 def test_small_row_groups_share_a_shard(flights: Any, tmp_path: Path) -> None:
@@ -124,7 +126,7 @@ def test_part_of_a_shard_can_be_read(flights: Any, tmp_path: Path) -> None:
 
 def test_a_row_without_a_key_column_or_value_is_named_by_its_position(flights: Any, tmp_path: Path) -> None:
     flights.write_day(tmp_path, DAY, 3, id=["x", None, "z"])
-    keys = [read(flights.source(tmp_path, row_key=key))[2].origins(0, 3)[0] for key in ("id", None)]
+    keys = [read(flights.source(tmp_path, row_key=key))[2].origins(0, 3)["row_key"].to_pylist() for key in ("id", None)]
     assert keys == [["x", "part-0.parquet#1", "z"], [f"part-0.parquet#{i}" for i in range(3)]]
 
 
@@ -145,9 +147,9 @@ def test_a_key_that_is_null_or_unspeakable_is_replaced_by_the_position(
 ) -> None:
     flights.write_day(tmp_path, DAY, 3, id=keys)
     _, failures, reader = read(flights.source(tmp_path))
-    found, _, positions = reader.origins(0, 3)
+    found, _, positions = reader.origins(0, 3).to_pydict().values()
     assert [key for key, wanted in zip(found, expected, strict=True) if wanted] == [key for key in expected if key]
-    assert (positions, reader.origins(0, 3)[0], failures) == ([0, 1, 2], found, [])
+    assert (positions, reader.origins(0, 3)["row_key"].to_pylist(), failures) == ([0, 1, 2], found, [])
 
 
 @pytest.mark.parametrize(
@@ -231,7 +233,7 @@ def test_empty_row_groups_between_others_hide_no_row(flights: Any, tmp_path: Pat
         np.testing.assert_array_equal(
             np.concatenate([r["numbers"] for r, _, _ in readers]), flights.rows(30)["numbers"]
         )
-        keys = [key for _, _, reader in readers for key in reader.origins(0, reader.rows)[0]]
+        keys = [key for _, _, reader in readers for key in reader.origins(0, reader.rows)["row_key"].to_pylist()]
         assert keys == [f"flight-0-{i}" for i in range(30)]
 
 

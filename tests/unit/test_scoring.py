@@ -26,7 +26,7 @@ from onnx import helper
 from gpu_runtime import scoring
 from gpu_runtime.backends.registry import get_backend
 from gpu_runtime.datasets.image_folder import ImageFolderSource
-from gpu_runtime.datasets.partition import DatasetPartition, ShardReader, ShardTask, Source
+from gpu_runtime.datasets.partition import DatasetPartition, ShardReader, ShardTask, Source, origins_of
 from gpu_runtime.device.host import HostDevice
 from gpu_runtime.device.protocol import DeviceClass
 from gpu_runtime.errors import (
@@ -938,7 +938,7 @@ def publish(table: PredictionTable, schema: PredictionSchema, day: str, **output
         table.create(schema)
         if rows:
             writer = table.shard_writer(schema, 0, attempt.ticket, made)
-            writer.append([str(row) for row in range(rows)], ["f"] * rows, list(range(rows)), outputs)
+            writer.append(origins_of([str(row) for row in range(rows)], "f", range(rows)), outputs)
             nbytes, sha256 = writer.finish()
             receipts = [Receipt(day, 0, "key", "by hand", writer.file, nbytes, sha256, rows, rows, ())]
         record = DayRecord("key", made, rows, rows, 0, {})
