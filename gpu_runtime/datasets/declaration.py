@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from gpu_runtime.datasets.array_folder import ArrayFolderSource
 from gpu_runtime.datasets.image_folder import ImageFolderSource
 from gpu_runtime.datasets.parquet import ParquetSource
 from gpu_runtime.datasets.partition import Source, reading_of
@@ -18,7 +19,7 @@ class DatasetSpec:
     """A dataset with one folder a day under `<data root>/<name>/`. The fields are those of its source."""
 
     name: str
-    format: Literal["parquet", "images"]
+    format: Literal["parquet", "images", "arrays"]
     columns: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     vocabularies: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     row_key: str | None = None
@@ -27,6 +28,8 @@ class DatasetSpec:
 
     def source(self, data_root: Path, inputs: tuple[TensorSpec, ...]) -> Source:
         root = str(data_root / self.name)
+        if self.format == "arrays":
+            return ArrayFolderSource(root, inputs)
         if self.format == "images":
             return ImageFolderSource(root, inputs, self.crop_fraction)
         return ParquetSource(root, inputs, self.columns, self.vocabularies, self.row_key, self.label)

@@ -17,6 +17,7 @@ from gpu_runtime.datasets.partition import (
     Piece,
     RowFailure,
     ShardTask,
+    as_text,
     day_files,
     day_folder,
     origins_of,
@@ -77,8 +78,11 @@ class ImageReader:
         return len(self._shard.files)
 
     def origins(self, start: int, stop: int) -> Any:
-        paths = [_as_text(file.path) for file in self._shard.files[start:stop]]
+        paths = [as_text(file.path) for file in self._shard.files[start:stop]]
         return origins_of(paths, paths, [0] * len(paths))
+
+    def view(self, start: int, stop: int) -> None:
+        return None
 
     def labels(self) -> None:
         return None
@@ -97,8 +101,3 @@ class ImageReader:
             cause = error.__cause__ or error
             return [RowFailure(row, error.stage, error.reason, type(cause).__name__)]
         return []
-
-
-def _as_text(path: str) -> str:
-    """A name whose bytes are no UTF-8, as text that a table can hold."""
-    return path.encode("utf-8", "backslashreplace").decode()

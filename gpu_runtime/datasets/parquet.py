@@ -16,6 +16,7 @@ from gpu_runtime.datasets.partition import (
     Piece,
     RowFailure,
     ShardTask,
+    as_text,
     day_files,
     day_folder,
     origins_of,
@@ -97,8 +98,8 @@ class ParquetSource:
 
         file = shard.files[0].path
         item = f"{shard.day}/{file}"
-        assert shard.row_groups is not None
-        first, last = shard.row_groups
+        assert shard.span is not None
+        first, last = shard.span
         try:
             # Checksums are verified where the writer left some; without, flipped bytes are other numbers.
             with pq.ParquetFile(Path(shard.folder) / file, page_checksum_verification=True) as parquet:
@@ -162,7 +163,7 @@ def _unreadable(what: str, item: str, error: Exception) -> DatasetError:
     return DatasetError(
         what,
         stage="dataset",
-        item=item.encode("utf-8", "backslashreplace").decode(),  # a file's name need not be text
+        item=as_text(item),
         expected="a whole Parquet file",
         got=type(error).__name__,
         next_step="land the file again",
@@ -202,13 +203,13 @@ class ParquetReader:
 
     def origins(self, start: int, stop: int) -> Any:
         positions = np.arange(self._offset + start, self._offset + stop)
-        return origins_of(self._keys_of(start, stop, positions), _as_text(self._file), positions)
+        return origins_of(self._keys_of(start, stop, positions), as_text(self._file), positions)
 
     def _keys_of(self, start: int, stop: int, positions: npt.NDArray[np.int64]) -> Any:
         import pyarrow as pa
         import pyarrow.compute as pc
 
-        places = pc.binary_join_element_wise(_as_text(self._file), pa.array(positions).cast(pa.string()), "#")
+        places = pc.binary_join_element_wise(as_text(self._file), pa.array(positions).cast(pa.string()), "#")
         if self._keys is None:
             return places
         keys = self._keys.slice(start, stop - start)
@@ -216,6 +217,15 @@ class ParquetReader:
             found = _values_of(keys)
             keys = pa.array([None if key is None else str(key) for key in found], pa.string())
         return pc.coalesce(pa.chunked_array([keys.cast(pa.string())]).combine_chunks(), places)
+
+    def view(self, start: int, stop: int) -> Mapping[str, npt.NDArray[Any]] | None:
+        found = {}
+        for spec in self._source.inputs:
+            column = self._arrays.get(self._source.columns[spec.name][0])
+            if spec.shape not in ((), (1,)) or column is None or column.dtype != spec.numpy_dtype:
+                return None
+            found[spec.name] = column[start:stop].reshape(spec.batch_shape(stop - start))
+        return found
 
     def labels(self) -> npt.NDArray[Any] | None:
         if self._source.label is None:
@@ -315,11 +325,6 @@ def _is_plain(keys: Any) -> bool:
     except pa.ArrowInvalid:
         return False
     return True
-
-
-def _as_text(path: str) -> str:
-    """A name whose bytes are no UTF-8, as text that a table can hold."""
-    return path.encode("utf-8", "backslashreplace").decode()
 
 
 def _as_array(column: Any) -> npt.NDArray[Any] | None:

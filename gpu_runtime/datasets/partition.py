@@ -34,10 +34,11 @@ class FileFingerprint:
 
 @dataclass(frozen=True)
 class ShardTask:
-    """The unit of work: many small files, or a range of one file's row groups. Plain values, so it can be sent.
+    """The unit of work: many small files, or a part of one file. Plain values, so it can be sent.
 
-    `row_groups` is a half-open range for formats that have them, None for whole files. `reading` is the digest of
-    how the source turns files into rows: the same bytes read in another way are another shard.
+    `span` is that part, as a half-open range of what the format is cut by (row groups, rows); None for whole files.
+    `reading` is the digest of how the source turns files into rows: the same bytes read in another way are another
+    shard.
     """
 
     day: str
@@ -45,12 +46,12 @@ class ShardTask:
     folder: str
     files: tuple[FileFingerprint, ...]
     rows: int
-    row_groups: tuple[int, int] | None = None
+    span: tuple[int, int] | None = None
     reading: str = ""
 
     @property
     def fingerprint(self) -> str:
-        return digest_of({"files": self.files, "row_groups": self.row_groups, "reading": self.reading})
+        return digest_of({"files": self.files, "span": self.span, "reading": self.reading})
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,10 @@ class ShardReader(Protocol):
     def pieces(self, start: int, stop: int, staging: Mapping[str, npt.NDArray[Any]]) -> list[Piece]:
         """The work that fills rows `start … stop` into `staging` (input name → `[stop − start, *shape]`)."""
 
+    def view(self, start: int, stop: int) -> Mapping[str, npt.NDArray[Any]] | None:
+        """Rows `start … stop` as they lie in memory (input name → `[stop − start, *shape]`, C order), where that is
+        what the engine takes; None where `pieces` has to fill them in."""
+
     def labels(self) -> npt.NDArray[Any] | None:
         """One label a row as float64, NaN where there is none; None when the source declares no label."""
 
@@ -127,6 +132,11 @@ def origins_of(keys: Any, files: Sequence[str] | str, positions: Any) -> Any:
     keys = keys if isinstance(keys, pa.Array) else pa.array(keys, pa.string())
     named = repeated(files, len(keys)) if isinstance(files, str) else pa.array(files, pa.string()).dictionary_encode()
     return pa.record_batch([keys, named, pa.array(positions, pa.int64())], list(ORIGIN))
+
+
+def as_text(path: str) -> str:
+    """A name whose bytes are no UTF-8, as text that a table can hold."""
+    return path.encode("utf-8", "backslashreplace").decode()
 
 
 def repeated(value: str, count: int) -> Any:

@@ -111,6 +111,7 @@ class HostDevice:
     """One machine's CPU, through all the cores this process may use."""
 
     name = "cpu"
+    shares_host_memory = True
 
     def __init__(self) -> None:
         self._streams: list[HostStream] = []

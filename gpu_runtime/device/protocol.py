@@ -75,6 +75,10 @@ class Device(Protocol):
     @property
     def device_class(self) -> DeviceClass: ...
 
+    @property
+    def shares_host_memory(self) -> bool:
+        """Whether an engine here takes a host's array as it is: device memory *is* host memory."""
+
     def stream(self) -> Stream: ...
 
     def event(self) -> Event: ...

@@ -77,6 +77,7 @@ class SimulatedDevice:
     """Runs host engines under a GPU's rules. For tests, and for anyone who writes a schedule."""
 
     name = "simulated"
+    shares_host_memory = False
 
     @property
     def device_class(self) -> DeviceClass:

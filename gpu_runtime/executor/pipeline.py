@@ -91,6 +91,7 @@ class _Flight:
     slot: Slot
     pieces: list[Future[list[RowFailure]]]
     failures: list[RowFailure]
+    given: Mapping[str, npt.NDArray[Any]] | None = None  # the inputs, where the engine takes them as they lie
     shape: int = 0  # rows that the engine is given, padding included
     padding: int = 0
     dispatched_at: float = 0.0
@@ -101,6 +102,16 @@ class _Flight:
         """Those that can still be scored."""
         rows, lost = range(self.batch.stop - self.batch.start), {failure.row for failure in self.failures}
         return [row for row in rows if row not in lost] if lost else rows
+
+    @property
+    def inputs(self) -> Mapping[str, npt.NDArray[Any]]:
+        return self.given or self.slot.staging
+
+    def bring_in(self) -> None:
+        """Copy into the slot what lies elsewhere, so that rows of it can be changed."""
+        for name, values in (self.given or {}).items():
+            self.slot.staging[name][: len(values)] = values
+        self.given = None
 
     def finish(self) -> None:
         """Wait until the batch's results are in its slot; raise what failed on the way."""
@@ -210,7 +221,7 @@ class StreamExecutor:
             self._copy_in.record(slot.copied_in)
             slot.compute.wait(slot.copied_in)
             try:
-                slot.enqueue(self.device, rows)
+                slot.enqueue(self.device, rows, flight.given)
             except BaseException as error:  # the rest is queued all the same: events must cover what it had queued
                 flight.refused = error
             slot.compute.record(slot.computed)
@@ -357,14 +368,17 @@ class _Run:
             pieces: list[Future[list[RowFailure]]] = []
             try:
                 with self._clock.at("cut"):
-                    staging = _staging(slot, 0, batch.stop - batch.start)
-                    for piece in batch.reader.pieces(batch.start, batch.stop, staging):
-                        pieces.append(executor._pool.submit(piece))
+                    whole = executor.device.shares_host_memory and batch.stop - batch.start == executor.batch
+                    given = batch.reader.view(batch.start, batch.stop) if whole else None
+                    if given is None:
+                        staging = _staging(slot, 0, batch.stop - batch.start)
+                        for piece in batch.reader.pieces(batch.start, batch.stop, staging):
+                            pieces.append(executor._pool.submit(piece))
             except BaseException:
                 _await_all(pieces)
                 raise
             self._most_pieces = max(self._most_pieces, len(pieces))
-            self._filling.put(_Flight(batch, slot, pieces, []))
+            self._filling.put(_Flight(batch, slot, pieces, [], given))
 
     def _dispatch(self) -> None:
         executor = self._executor
@@ -377,7 +391,9 @@ class _Run:
             with self._clock.at("decode"):
                 flight.failures += self._decoded(flight)
             executor.faults("after decode")
-            flight.failures += unusable_inputs(executor.engine.file.inputs, flight.slot.staging, flight.rows)
+            flight.failures += unusable_inputs(executor.engine.file.inputs, flight.inputs, flight.rows)
+            if flight.failures:
+                flight.bring_in()
             flight.dispatched_at = time.perf_counter()
             with self._clock.at("queue"), around(executor.faults, "enqueue"):
                 self._send(flight)
@@ -455,6 +471,7 @@ class _Run:
     def _rescue(self, flight: _Flight, error: Exception) -> dict[str, npt.NDArray[Any]]:
         """Score what can be scored of a batch that failed as a whole; its failures are added to the flight."""
         slot, executor, rows, tried = flight.slot, self._executor, flight.rows, flight.shape
+        flight.bring_in()
         inputs = {tensor.spec.name: tensor.rows.copy() for tensor in slot.inputs}
         kept = {tensor.spec.name: np.zeros_like(tensor.rows) for tensor in slot.outputs}
         flight.padding = 0

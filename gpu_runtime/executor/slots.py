@@ -48,12 +48,13 @@ class Slot:
         """Output name → `[batch, *shape]`; valid from `copied_out` until the slot is freed."""
         return {tensor.spec.name: tensor.rows for tensor in self.outputs}
 
-    def enqueue(self, device: Device, rows: int) -> None:
-        """Queue the computation of the slot's first `rows` rows on its compute stream."""
+    def enqueue(self, device: Device, rows: int, given: Mapping[str, npt.NDArray[Any]] | None = None) -> None:
+        """Queue the computation of the slot's first `rows` rows on its compute stream; or, on a device that shares the
+        host's memory, of the inputs `given`, `[rows, *shape]` each."""
         for tensor in (*self.inputs, *self.outputs):
             if rows not in tensor.arrays:
                 tensor.arrays[rows] = device.view(tensor.buffer, tensor.spec.dtype, tensor.spec.batch_shape(rows))
-        inputs = {tensor.spec.name: tensor.arrays[rows] for tensor in self.inputs}
+        inputs = given or {tensor.spec.name: tensor.arrays[rows] for tensor in self.inputs}
         outputs = {tensor.spec.name: tensor.arrays[rows] for tensor in self.outputs}
         self.context.enqueue(inputs, outputs, self.compute)
 

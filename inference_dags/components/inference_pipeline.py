@@ -70,7 +70,7 @@ class DatasetSettings(Settings):
     """
 
     name: str
-    format: Literal["parquet", "images"]
+    format: Literal["parquet", "images", "arrays"]
     first_day: str
     last_day: str | None = None
     timezone: str = "UTC"

@@ -132,6 +132,9 @@ class MemoryShard:
     def labels(self) -> None:
         return None
 
+    def view(self, start: int, stop: int) -> Any:
+        return None
+
     def pieces(self, start: int, stop: int, staging: Arrays) -> Any:
         assert all(staging[spec.name].shape == spec.batch_shape(stop - start) for spec in INPUTS)
         cuts = range(start, stop, self.piece_rows)

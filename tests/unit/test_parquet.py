@@ -85,7 +85,7 @@ def test_row_groups_and_files_become_shards_in_order(flights: Any, tmp_path: Pat
     flights.write_day(tmp_path, DAY, 5, seed=0, file="a.parquet")
     source = flights.source(tmp_path, rows_per_shard=10)
     shards = source.partition(DAY).shards
-    assert [(s.index, s.files[0].path, s.row_groups) for s in shards] == [
+    assert [(s.index, s.files[0].path, s.span) for s in shards] == [
         (0, "a.parquet", (0, 1)),
         (1, "b.parquet", (0, 1)),
         (2, "b.parquet", (1, 2)),
@@ -111,7 +111,7 @@ def test_the_origins_of_a_batch_are_those_of_its_rows(flights: Any, tmp_path: Pa
 def test_small_row_groups_share_a_shard(flights: Any, tmp_path: Path) -> None:
     flights.write_day(tmp_path, DAY, 25, group=5)
     shards = flights.source(tmp_path, rows_per_shard=10).partition(DAY).shards
-    assert [shard.row_groups for shard in shards] == [(0, 2), (2, 4), (4, 5)]
+    assert [shard.span for shard in shards] == [(0, 2), (2, 4), (4, 5)]
 
 
 def test_part_of_a_shard_can_be_read(flights: Any, tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def test_receipts_whose_file_is_gone_can_be_removed(receipts: ReceiptStore, rece
         (replace(SHARD, files=(FileFingerprint("a.parquet", 11, 123),)), "scoring", "schema"),
         (replace(SHARD, files=(FileFingerprint("a.parquet", 10, 124),)), "scoring", "schema"),
         (replace(SHARD, files=(FileFingerprint("b.parquet", 10, 123),)), "scoring", "schema"),
-        (replace(SHARD, row_groups=(0, 3)), "scoring", "schema"),
+        (replace(SHARD, span=(0, 3)), "scoring", "schema"),
         (replace(SHARD, reading="other columns"), "scoring", "schema"),
         (SHARD, "other engine", "schema"),
         (SHARD, "scoring", "other schema"),
@@ -107,7 +107,7 @@ def test_where_the_files_lie_does_not_matter() -> None:
     ("shards", "scoring", "schema"),
     [
         ([SHARD, replace(SHARD, index=4)], "scoring", "schema"),
-        ([replace(SHARD, row_groups=(0, 3))], "scoring", "schema"),
+        ([replace(SHARD, span=(0, 3))], "scoring", "schema"),
         ([], "scoring", "schema"),
         ([SHARD], "other engine", "schema"),
         ([SHARD], "scoring", "other schema"),
