@@ -5,12 +5,14 @@ Row `i` has x = [1 + i % 7, 1 + i % 5, 1 + i % 3]; the engine gives y = [i + sum
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +37,7 @@ BATCH = 4
 INPUTS = (TensorSpec("x", "float32", (3,), minimum=1.0), TensorSpec("id", "int32", minimum=0, maximum=9_999))
 OUTPUTS = (TensorSpec("y", "float32", (2,)), TensorSpec("twice", "int32"))
 Arrays = Mapping[str, npt.NDArray[Any]]
+Edit = tuple[str, str]  # a passage of the source, and what replaces it
 
 
 def x_of(ids: Sequence[int]) -> npt.NDArray[Any]:
@@ -280,6 +283,25 @@ def bench() -> Iterator[Callable[..., Bench]]:
 
     # At once, but for what a run had to abandon and the test let go only now.
     assert comes_true(lambda: not left(), 5.0 if any(one.executor._abandoned for one in opened) else 0.0), left()
+
+
+@pytest.fixture
+def executor_module(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[Edit]], types.ModuleType]:
+    """`gpu_runtime.executor.pipeline` compiled anew from its source, after edits that must each fit once."""
+    numbers = itertools.count()
+
+    def compiled(edits: list[Edit]) -> types.ModuleType:
+        path = Path(pipeline.__file__)
+        source = path.read_text()
+        for old, new in edits:
+            assert source.count(old) == 1, f"the source no longer holds exactly one {old!r}: bring this test up to date"
+            source = source.replace(old, new)
+        module = types.ModuleType(f"edited_pipeline_{next(numbers)}")
+        monkeypatch.setitem(sys.modules, module.__name__, module)  # dataclasses look their module up
+        exec(compile(source, str(path), "exec"), module.__dict__)
+        return module
+
+    return compiled
 
 
 @pytest.fixture

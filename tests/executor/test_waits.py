@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import sys
 import threading
 import time
-import types
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +14,6 @@ import pytest
 from gpu_runtime.device.host import HostDevice
 from gpu_runtime.device.simulated import SimulatedDevice
 from gpu_runtime.errors import DatasetError, DeviceError
-from gpu_runtime.executor import pipeline
 
 Edit = tuple[str, str]
 RING = [(2, 1), (3, 1), (4, 2)]  # (slots, streams)
@@ -37,25 +33,6 @@ WAITS: dict[str, list[Edit]] = {
     "the writer waits for the copy out": [("        self.slot.copied_out.synchronize()\n", "")],
     "a slot is freed after its write": [(RETIRE + FREE, ""), (WRITE, RETIRE + FREE + WRITE)],
 }
-
-
-@pytest.fixture
-def executor_module(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[Edit]], types.ModuleType]:
-    """`gpu_runtime.executor.pipeline` compiled anew from its source, after edits that must each fit once."""
-    numbers = itertools.count()
-
-    def compiled(edits: list[Edit]) -> types.ModuleType:
-        path = Path(pipeline.__file__)
-        source = path.read_text()
-        for old, new in edits:
-            assert source.count(old) == 1, f"the source no longer holds exactly one {old!r}: bring this test up to date"
-            source = source.replace(old, new)
-        module = types.ModuleType(f"edited_pipeline_{next(numbers)}")
-        monkeypatch.setitem(sys.modules, module.__name__, module)  # dataclasses look their module up
-        exec(compile(source, str(path), "exec"), module.__dict__)
-        return module
-
-    return compiled
 
 
 def is_right(opened: Any, shard: Any, record: Any, rows: int = 30) -> bool:
