@@ -53,15 +53,18 @@ class ScoringPolicy:
     """`max_quarantined_fraction`: a day with a larger share of quarantined rows is not published.
     `stage_timeout_s`: a piece of work that takes longer ends the run: a shard being opened, a batch decoded, computed
     or written, a receipt looked up, the day listed, published, cleaned up after or read back.
+    `price_per_hour`: what an hour of this machine costs, in any currency; then each run says what its rows cost.
     """
 
     max_quarantined_fraction: float = 0.05
     stage_timeout_s: float = 600.0
+    price_per_hour: float | None = None
 
     def __post_init__(self) -> None:
         for name, fits, expected in (
             ("max_quarantined_fraction", 0 <= self.max_quarantined_fraction <= 1, "a fraction, 0 … 1"),
             ("stage_timeout_s", self.stage_timeout_s > 0, "seconds above 0"),
+            ("price_per_hour", self.price_per_hour is None or self.price_per_hour >= 0, "a price, 0 or above"),
         ):
             if not fits:
                 raise SpecError(
@@ -396,7 +399,9 @@ def score_partition(
                 rows_in=sum(receipt.rows_in for receipt in receipts),
                 scored=scored,
                 quarantined=quarantined,
-                report=run_report(plan, partition, scored, quarantined, resumed, stats, run_id)
+                report=run_report(
+                    plan, partition, scored, quarantined, resumed, stats, run_id, scorer.policy.price_per_hour
+                )
                 | {"scored_by_runs": sorted({receipt.run_id for receipt in receipts})}
                 | ({} if stats is None else {"batch": scorer.executor.batch, "plan_batch": plan.batch}),
             )
@@ -474,8 +479,12 @@ def run_report(
     resumed_shards: int,
     stats: RunStats | None,
     run_id: str,
+    price_per_hour: float | None = None,
 ) -> dict[str, Any]:
-    """What the run did and how close it came to its bounds, as JSON types."""
+    """What the run did, how close it came to its bounds and what it cost, as JSON types.
+
+    Rates, latencies and cost are of the rows that this run scored, from the first shard's opening to the last write.
+    """
     report: dict[str, Any] = {
         "run_id": run_id,
         "day": partition.day,
@@ -501,6 +510,14 @@ def run_report(
             "bottleneck": stats.bottleneck,
             "relief": stats.relief,
             "padded_rows": stats.padded_rows,
+            "padding": stats.padding,
+            "latency_p50_ms": stats.latency_p50_ms,
+            "latency_p90_ms": stats.latency_p90_ms,
+            "latency_p99_ms": stats.latency_p99_ms,
+            "peak_memory_mib": stats.peak_memory_mib,
+            "cost_per_million_rows": None
+            if price_per_hour is None
+            else price_per_hour / 3600 * stats.wall_s / stats.rows * 1e6,
             "run": to_plain(stats),
         }
     return report

@@ -15,6 +15,20 @@ from gpu_runtime.scoring import Predictions
 
 Metadata = dict[str, Any]
 
+_RUN_FIGURES = (
+    "rows_per_s",
+    "engine_rows_per_s",
+    "of_engine_only",
+    "of_shared_cpu_bound",
+    "latency_p50_ms",
+    "latency_p90_ms",
+    "latency_p99_ms",
+    "peak_memory_mib",
+    "padding",
+    "cost_per_million_rows",
+)
+"""Of a day's report; the whole of it is there as JSON."""
+
 
 def artifact_metadata(artifact: Artifact) -> Metadata:
     """Identity and place of an artifact: what downstream looks up and verifies."""
@@ -97,9 +111,8 @@ def predictions_metadata(predictions: Predictions) -> Metadata:
     if predictions.left_behind is not None:
         metadata["leftovers_not_removed"] = predictions.left_behind
     if predictions.stats is not None and predictions.stats.rows:
-        metadata |= {
-            name: report[name] for name in ("rows_per_s", "of_engine_only", "of_shared_cpu_bound", "padded_rows")
-        }
+        metadata |= {name: report[name] for name in _RUN_FIGURES if report[name] is not None}
+        metadata["report"] = dg.MetadataValue.json(report)
         metadata |= {"bottleneck": f"{report['bottleneck']}: {report['relief']}"}
         metadata["stages"] = table(
             [

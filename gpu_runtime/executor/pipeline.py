@@ -47,7 +47,7 @@ import numpy.typing as npt
 from gpu_runtime.backends.protocol import Engine
 from gpu_runtime.datasets.partition import Piece, RowFailure, ShardReader
 from gpu_runtime.datasets.workers import WorkerPool
-from gpu_runtime.device.host import usable_cores
+from gpu_runtime.device.host import PeakMemory, usable_cores
 from gpu_runtime.device.protocol import Device
 from gpu_runtime.errors import DeviceError
 from gpu_runtime.executor.failures import (
@@ -260,7 +260,7 @@ class _Run:
             self._free.put(slot)
         pool, streams = executor._pool, executor._compute
         decode_before, compute_before = pool.busy_s, sum(s.busy_s for s in streams)
-        wall, cpu = time.perf_counter(), time.process_time()
+        memory, wall, cpu = PeakMemory(), time.perf_counter(), time.process_time()
         threads = [
             threading.Thread(target=self._guarded, args=(body, out), name=name, daemon=True)
             for name, body, out in (
@@ -304,6 +304,7 @@ class _Run:
             latency_p50_ms=float(p50),
             latency_p90_ms=float(p90),
             latency_p99_ms=float(p99),
+            peak_memory_mib=memory.mib,
         )
 
     def _watch(self) -> BaseException | None:

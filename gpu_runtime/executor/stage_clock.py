@@ -73,7 +73,7 @@ class RunStats:
     `cpu_s` is all the CPU time of this process during the run, by every stage, padding and retries included. On a
     shared CPU the bound is cores ÷ (CPU-seconds per row), so `efficiency` = cpu_s ÷ (cores × wall_s): how much of
     the cores' time was worked. Latencies are from a batch's dispatch until the writer held its results, in
-    milliseconds.
+    milliseconds. `peak_memory_mib` is this process' largest resident memory during the run, where the system tells.
     """
 
     rows: int
@@ -86,6 +86,12 @@ class RunStats:
     latency_p50_ms: float
     latency_p90_ms: float
     latency_p99_ms: float
+    peak_memory_mib: float | None
+
+    @property
+    def padding(self) -> float:
+        """Rows computed for nothing ÷ rows scored: what filling up the last batches cost."""
+        return self.padded_rows / self.rows if self.rows else 0.0
 
     @property
     def rows_per_s(self) -> float:

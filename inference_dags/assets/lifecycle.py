@@ -333,7 +333,7 @@ def predictions(pipeline: Pipeline) -> dg.AssetsDefinition:
     @_asset(
         pipeline,
         "predictions",
-        {"model": pipeline.model, "scoring": pipeline.scoring, "names": pipeline.class_names},
+        {"model": pipeline.model, "names": pipeline.class_names},  # what a run may cost or take changes no score
         {"deltalake"},
         description="One day's scores, published whole by one Delta transaction; unusable rows are in quarantine.",
         deps=[pipeline.key("serving_plan"), pipeline.input_key],

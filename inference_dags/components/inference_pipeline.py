@@ -126,6 +126,7 @@ class InferencePipeline(dg.Component, dg.Model, dg.Resolvable):
     The folder's name is the model's name. `class_names` maps an index output to a file of names beside
     defs.yaml and adds a column of names to the predictions. `stage_timeout_s`: a piece of work that takes
     longer ends the run: a shard being opened, a batch decoded, computed or written, the day published.
+    `price_per_hour`: what an hour of the machine costs; then each day says what a million of its rows did.
     `max_drift`: a day whose outputs are distributed further than that from the last published day's (Jensen–Shannon
     distance, 0 … 1) gets a warning.
     """
@@ -140,6 +141,7 @@ class InferencePipeline(dg.Component, dg.Model, dg.Resolvable):
     class_names: dict[str, str] = Field(default={})
     max_quarantined_fraction: float = 0.05
     stage_timeout_s: float = 600.0
+    price_per_hour: float | None = None
     max_drift: float = 0.3
     hour_of_day: int = 2
     owners: list[str] = Field(default=[])
@@ -178,7 +180,7 @@ class InferencePipeline(dg.Component, dg.Model, dg.Resolvable):
             gate=GatePolicy(gate.metric, gate.output, gate.max_drop, gate.min_speedup, gate.min_value),
             gate_rows=_rows(gate.rows),
             sweep=Sweep(**{**dict(self.benchmark), "batches": tuple(self.benchmark.batches)}),
-            scoring=ScoringPolicy(self.max_quarantined_fraction, self.stage_timeout_s),
+            scoring=ScoringPolicy(self.max_quarantined_fraction, self.stage_timeout_s, self.price_per_hour),
             max_drift=self.max_drift,
             class_names={name: _lines(folder / file) for name, file in self.class_names.items()},
             hour_of_day=self.hour_of_day,

@@ -34,6 +34,7 @@ from gpu_runtime.errors import (
     DeviceError,
     InferenceError,
     PublicationConflictError,
+    SpecError,
     StalledError,
     TooManyQuarantinedError,
 )
@@ -887,6 +888,16 @@ def test_the_run_report_says_what_ran_and_how_fast(
     assert report["of_engine_only"] == pytest.approx(report["rows_per_s"] / 1000.0)
     assert report["bottleneck"] in {"decode", "compute", "write"}
     assert made.report == report
+    assert 0 < report["latency_p50_ms"] <= report["latency_p90_ms"] <= report["latency_p99_ms"]
+    assert report["peak_memory_mib"] > 50 and report["cost_per_million_rows"] is None
+    assert report["padding"] == report["padded_rows"] / 50 == 10 / 50  # five shards of 10 rows, in batches of 4
+
+
+def test_a_run_says_what_a_million_rows_cost(source: CountingSource, score: Any) -> None:
+    report = score(source, policy=ScoringPolicy(price_per_hour=3.6)).report
+    assert report["cost_per_million_rows"] == pytest.approx(3.6 / 3600 * report["run"]["wall_s"] / 50 * 1e6)
+    with pytest.raises(SpecError, match="price_per_hour"):
+        ScoringPolicy(price_per_hour=-1)
 
 
 # Pictures
