@@ -32,8 +32,8 @@ from gpu_runtime.executor.pipeline import Batch, ScoredBatch, StreamExecutor
 from gpu_runtime.executor.stage_clock import RunStats
 from gpu_runtime.executor.watch import Watch
 from gpu_runtime.faults import FaultPlan, around, no_faults
-from gpu_runtime.predictions.attempts import Attempt, AttemptTicket
-from gpu_runtime.predictions.delta_table import DayRecord, PredictionTable, Publication
+from gpu_runtime.predictions.attempts import AttemptTicket
+from gpu_runtime.predictions.delta_table import DayRecord, PredictionTable
 from gpu_runtime.predictions.receipts import QuarantinedRow, Receipt, day_key, resume_key
 from gpu_runtime.predictions.shard_file import PredictionSchema, Provenance, ShardWriter
 from gpu_runtime.promotion.plan import ServingPlan
@@ -135,6 +135,7 @@ class Scorer:
         self._store, self._device, self._faults = store, device, faults
         self._ceilings = CeilingStore(store.root)
         self._stack = contextlib.ExitStack()
+        self._closed = False
         self._executor: StreamExecutor | None = None
 
     @property
@@ -143,26 +144,29 @@ class Scorer:
         if self._executor is None:
             plan = self.plan
             file = plan.engine_file(self._store)
-            engine: Engine = get_backend(file.backend).load(
-                file, self._device, EngineOptions(plan.streams, plan.threads)
-            )
-            self._stack.enter_context(engine)
-            fits = self._ceilings.find(plan.engine_digest, plan.device_class)
-            self._executor = self._stack.enter_context(
-                StreamExecutor(
-                    engine,
-                    self._device,
-                    batch=min(plan.batch, fits or plan.batch),
-                    decode_workers=plan.decode_workers,
-                    stage_timeout_s=self.policy.stage_timeout_s,
-                    ceiling_lowered=lambda rows: self._ceilings.lower(plan.engine_digest, plan.device_class, rows),
-                    faults=self._faults,
+            with contextlib.ExitStack() as opened:
+                options = EngineOptions(plan.streams, plan.threads)
+                engine: Engine = opened.enter_context(get_backend(file.backend).load(file, self._device, options))
+                fits = self._ceilings.find(plan.engine_digest, plan.device_class)
+                executor = opened.enter_context(
+                    StreamExecutor(
+                        engine,
+                        self._device,
+                        batch=min(plan.batch, fits or plan.batch),
+                        decode_workers=plan.decode_workers,
+                        stage_timeout_s=self.policy.stage_timeout_s,
+                        ceiling_lowered=lambda rows: self._ceilings.lower(plan.engine_digest, plan.device_class, rows),
+                        faults=self._faults,
+                    )
                 )
-            )
+                if self._closed:  # loading hung, and nobody waits for it any more
+                    raise DeviceError("its scorer was closed meanwhile", stage="load", item=file.key)
+                self._stack.enter_context(opened.pop_all())
+            self._executor = executor
         return self._executor
 
     def close(self) -> None:
-        self._executor = None
+        self._closed, self._executor = True, None
         self._stack.close()
 
     def __enter__(self) -> Scorer:
@@ -371,11 +375,10 @@ def score_partition(
     day, plan, watch = partition.day, scorer.plan, scorer.watch(partition.day)
     key = day_key(partition.shards, plan.scoring_key, schema.digest)
     with contextlib.ExitStack() as stack:
-
-        def look_up() -> tuple[Attempt, Publication | None]:
-            return stack.enter_context(table.attempt(day, run_id)), table.published(day)
-
-        attempt, before = watch("look-up", look_up)
+        attempt = table.attempt(day, run_id)
+        stack.push(attempt)  # first: it ends even if its beginning hangs, and comes to pass when nobody waits for it
+        watch("look-up", attempt.__enter__)
+        before = watch("look-up", partial(table.published, day))
         if reused := (
             before is not None
             and before.record.day_key == key

@@ -65,10 +65,10 @@ class ParquetSource:
         shards: list[ShardTask] = []
         reading = reading_of(self)
         for path in day_files(folder, (".parquet",), hidden=(".", "_")):
+            if path.exists() and not path.is_file():  # a pipe would be waited for
+                raise _unreadable("not a regular file", f"{day}/{path.relative_to(folder).as_posix()}", None)
             try:
                 fingerprint = FileFingerprint.of(path, folder)
-                if not path.is_file():  # a pipe would be waited for
-                    raise OSError("not a regular file")
                 groups = _row_group_ranges(pq.read_metadata(path), self.rows_per_shard)
             except Exception as error:  # OSError and ArrowInvalid, but a damaged footer raises what it likes
                 raise _unreadable(
@@ -158,14 +158,14 @@ class ParquetSource:
         return None if number else "a number"
 
 
-def _unreadable(what: str, item: str, error: Exception) -> DatasetError:
+def _unreadable(what: str, item: str, error: Exception | None) -> DatasetError:
     # The library's own text stays in the cause: it may quote what it could not read.
     return DatasetError(
         what,
         stage="dataset",
         item=as_text(item),
         expected="a whole Parquet file",
-        got=type(error).__name__,
+        got=None if error is None else type(error).__name__,
         next_step="land the file again",
     )
 

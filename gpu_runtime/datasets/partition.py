@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+import errno
+import os
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,8 +29,8 @@ class FileFingerprint:
     def of(path: Path, folder: Path) -> FileFingerprint:
         try:
             stat = path.stat()
-        except FileNotFoundError:
-            stat = path.lstat()  # a link to nothing is a file that cannot be read
+        except OSError:
+            stat = path.lstat()  # a link to nothing, or to itself: a file that cannot be read
         return FileFingerprint(path.relative_to(folder).as_posix(), stat.st_size, stat.st_mtime_ns)
 
 
@@ -172,16 +174,13 @@ def day_folder(root: Path, day: str) -> Path:
 
 
 def day_files(folder: Path, suffixes: Container[str], hidden: tuple[str, ...]) -> list[Path]:
-    """The day's files, in order. Whatever lies under a name that starts with one of `hidden` is left out: other tools
-    keep what they have not finished there.
+    """The day's files, in order, through links to other folders too. Whatever lies under a name that starts with one
+    of `hidden` is left out: other tools keep what they have not finished there.
 
-    Raises `DatasetError` when there are files and none has one of the suffixes: that is no empty day.
+    Raises `DatasetError` when there are files and none has one of the suffixes, or a folder cannot be read: neither
+    is an empty day.
     """
-    seen = [
-        path
-        for path in sorted(folder.rglob("*"))
-        if not path.is_dir() and not any(part.startswith(hidden) for part in path.relative_to(folder).parts)
-    ]
+    seen = sorted(_files_below(folder, hidden))
     files = [path for path in seen if path.suffix.lower() in suffixes]
     if seen and not files:
         raise DatasetError(
@@ -195,6 +194,30 @@ def day_files(folder: Path, suffixes: Container[str], hidden: tuple[str, ...]) -
     return files
 
 
+def _files_below(folder: Path, hidden: tuple[str, ...]) -> Iterator[Path]:
+    def refuse(error: OSError) -> None:
+        raise DatasetError(
+            "a folder of the day cannot be read",
+            stage="dataset",
+            item=as_text(str(error.filename)),
+            expected="a folder that this user may list and enter",
+            got=type(error).__name__,
+            next_step="give this user the right to read it; a day without rows is an empty folder",
+        ) from error
+
+    known: set[str] = set()
+    for root, folders, files in os.walk(folder, followlinks=True, onerror=refuse):
+        here = os.path.realpath(root)
+        if here in known:  # a link to a folder above it, or a second one to the same folder
+            folders.clear()
+            continue
+        known.add(here)
+        if not os.access(root, os.X_OK):
+            refuse(PermissionError(errno.EACCES, "may not be entered", root))
+        folders[:] = sorted(name for name in folders if not name.startswith(hidden))
+        yield from (Path(root) / name for name in files if not name.startswith(hidden))
+
+
 def check_unchanged(shard: ShardTask) -> None:
     """The shard's files are still those that were fingerprinted, or `DatasetError`."""
     folder = Path(shard.folder)
@@ -202,7 +225,7 @@ def check_unchanged(shard: ShardTask) -> None:
         path = folder / expected.path
         try:
             found = FileFingerprint.of(path, folder)
-        except FileNotFoundError:
+        except OSError:
             found = None
         if found != expected:
             raise DatasetError(

@@ -59,7 +59,7 @@ from gpu_runtime.executor.failures import (
 )
 from gpu_runtime.executor.slots import Slot, allocate_slot
 from gpu_runtime.executor.stage_clock import RunStats, StageClock, StageTime
-from gpu_runtime.executor.watch import GRACE_S, HEARTBEAT_S, stalled
+from gpu_runtime.executor.watch import GRACE_S, HEARTBEAT_S, leave_behind, stalled
 from gpu_runtime.faults import FaultPlan, around, no_faults
 
 
@@ -248,7 +248,7 @@ class _Run:
         self._filling: queue.SimpleQueue[_Flight | BaseException | None] = queue.SimpleQueue()
         self._running: queue.SimpleQueue[_Flight | BaseException | None] = queue.SimpleQueue()
         self._ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-        self._stop = threading.Event()
+        self._stop, self._settled = threading.Event(), threading.Event()
         self._clock = StageClock()
         self._rows = self._count = self._padded = 0
         self._latencies_ms: list[float] = []
@@ -324,9 +324,16 @@ class _Run:
         self._executor._abandoned = True  # until the contrary is seen: a second interrupt may end this wait
         self._stop.set()
         self._free.put(None)
-        if settling.ident is not None:  # None: it could not be started, so nothing was
-            settling.join(patience)
-        self._executor._abandoned = settling.is_alive()
+        if settling.ident is None:  # it could not be started, so nothing was
+            self._settled.set()
+        try:
+            self._settled.wait(patience)
+        finally:
+            self._executor._abandoned = not self._settled.is_set()
+            if self._executor._abandoned:
+                leave_behind(self._settled.is_set)
+        if settling.ident is not None and not self._executor._abandoned:
+            settling.join()
 
     def _progress(self, stage: str) -> None:
         """A piece of the stage's work is done: it does not hang, and the run may end here."""
@@ -540,6 +547,7 @@ class _Run:
             for event in (slot.copied_in, slot.computed, slot.copied_out):
                 with contextlib.suppress(BaseException):  # an engine may fail with any; the next is awaited too
                     event.synchronize()
+        self._settled.set()
 
 
 def _staging(slot: Slot, start: int, stop: int) -> dict[str, npt.NDArray[Any]]:

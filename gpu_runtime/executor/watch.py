@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import os
 import sys
 import threading
 import time
@@ -21,6 +24,28 @@ GRACE_S = 5.0
 """How long a run that was interrupted, or that stalled, waits for the work in hand."""
 
 _PACKAGE = Path(__file__).parent.parent
+
+
+_left_behind: list[Callable[[], bool]] = []
+
+
+def leave_behind(done: Callable[[], bool]) -> None:
+    """Give work up that hangs; `done` tells whether it still does (a thread whose `join` was interrupted counts as
+    dead, so it is no use to ask that). If so when the process has nothing else to do, the process ends with
+    status 1 at once: a library's own exit may wait for its threads (Arrow's does), and then for ever."""
+    if not _left_behind:
+        atexit.register(_end_process)
+    _left_behind.append(done)
+
+
+def _end_process() -> None:
+    if not all(done() for done in _left_behind):
+        atexit.unregister(_end_process)
+        atexit._run_exitfuncs()  # those of others first: they flush logs and queues
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(1)
 
 
 class Watch:
@@ -43,12 +68,14 @@ class Watch:
             while not done.done():
                 seconds = time.perf_counter() - started
                 if seconds >= self._limit_s:
+                    leave_behind(done.done)
                     raise stalled(stage, self.item, self._limit_s, seconds, _place(thread))
                 wait([done], timeout=min(HEARTBEAT_S, self._limit_s - seconds))
         except StalledError:
             raise
         except BaseException:  # whoever wants the run to end: Ctrl-C, Dagster's terminate
-            thread.join(GRACE_S)
+            leave_behind(done.done)
+            wait([done], GRACE_S)
             raise
         return done.result()
 

@@ -59,6 +59,7 @@ class Attempt:
         self._folder, self._lease = folder, datetime.timedelta(seconds=lease_s)
         self._publications: list[str] = []
         self._ended = threading.Event()
+        self._over = False  # its record says so, whoever renews it after that
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._keep_alive, name="attempt", daemon=True)
 
@@ -72,7 +73,10 @@ class Attempt:
 
     def __enter__(self) -> Attempt:
         self._write()
-        self._thread.start()
+        if self._ended.is_set():  # nobody waits for it any more: storage hung for too long
+            self._write(over=True)
+        else:
+            self._thread.start()
         return self
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
@@ -83,12 +87,14 @@ class Attempt:
         last.join(_GRACE_S)
 
     def _end(self, published: bool) -> None:
+        if self._thread.ident is None:
+            return
         self._thread.join()
         with contextlib.suppress(Exception):  # the run's own outcome matters more; the next one reads the record
             if published:
                 self._folder.delete([self.ticket.record])
             else:
-                self._write(ended=True)
+                self._write(over=True)
 
     def note_publication(self, number: str) -> None:
         """Before anything is written under that number: whoever cleans up must find it."""
@@ -129,9 +135,16 @@ class Attempt:
         """Nothing of it is left."""
         self._folder.sweep(dead.day, dead.id)
 
-    def _write(self, *, ended: bool = False) -> None:
+    def keep_in_mind(self, dead: DeadAttempt) -> None:
+        """Only files of shards that it finished are left."""
+        record = {"id": dead.id, "run_id": "", "publications": [], "ended": True}
+        self._folder.write(AttemptTicket(dead.day, "", dead.id).record, json.dumps(record).encode())
+
+    def _write(self, *, over: bool = False) -> None:
         with self._lock:  # around the record too: a renewal must not undo what was added meanwhile
-            record = {"id": self.id, "run_id": self.ticket.run_id, "publications": self._publications, "ended": ended}
+            self._over = self._over or over
+            publications = self._publications
+            record = {"id": self.id, "run_id": self.ticket.run_id, "publications": publications, "ended": self._over}
             self._folder.write(self.ticket.record, json.dumps(record).encode())
 
     def _keep_alive(self) -> None:

@@ -188,14 +188,17 @@ class PredictionTable:
             receipts = list(pool.map(partial(self._adopt, attempt.ticket), receipts))
         files = [(one.file, one.nbytes, one.rows) for one in receipts]
         rows = [row for receipt in receipts for row in receipt.quarantined]
-        with around(self._faults, "quarantine"):
-            if rows:
-                append_quarantine(self.quarantine, day, publication, record.provenance.run_id, rows)
-            self._append_record(day, publication, record)
-        files = files or [self._write_empty(schema, attempt)]
-        attempt.renew()
-        with around(self._faults, "commit"):
-            self._commit(table, schema, attempt, files, publication, record, previous)
+        try:
+            with around(self._faults, "quarantine"):
+                if rows:
+                    append_quarantine(self.quarantine, day, publication, record.provenance.run_id, rows)
+                self._append_record(day, publication, record)
+            files = files or [self._write_empty(schema, attempt)]
+            with around(self._faults, "commit"):
+                self._commit(table, schema, attempt, files, publication, record, previous)
+        except PublicationConflictError:
+            self._delete_rows([(day, publication)])  # whoever took this attempt for dead may have looked before
+            raise
         return publication
 
     def _adopt(self, attempt: AttemptTicket, receipt: Receipt) -> Receipt:
@@ -291,7 +294,8 @@ class PredictionTable:
 
         That is files which no version of the table has named, and quarantined rows and records of publications
         that were never committed. Superseded files stay for readers of older versions, until `vacuum`; files of runs
-        that live are never touched. If it fails, the day is published all the same, and its next run makes up for it.
+        that live are never touched, and neither are those of finished shards until their own day is published. If it
+        fails, the day is published all the same, and its next run makes up for it.
         """
         removed: list[str] = []
         with around(self._faults, "clean-up"):
@@ -300,19 +304,28 @@ class PredictionTable:
                 return removed
             table = self._enter_as_dead(dead)
             published = {one.id: table.transaction_version(_attempt_app(one.id)) for one in dead}
+            finished = {day: self.receipts.files(day) for day in {one.day for one in dead} - {attempt.day}}
             for one in dead:
                 if published[one.id] == _TAKEN_FOR_DEAD:
-                    removed += self.predictions.sweep(f"date={one.day}", one.id)
+                    removed += self.predictions.sweep(f"date={one.day}", one.id, finished.get(one.day, ()))
             lost = [(one.day, n) for one in dead for n in one.publications if int(n) != published[one.id]]
-            if lost:
-                days, numbers = (
-                    ", ".join(f"'{value}'" for value in sorted(set(both))) for both in zip(*lost, strict=True)
-                )
-                for rows in (self.quarantine, self.runs):
-                    delete_rows(rows, f"date IN ({days}) AND publication IN ({numbers})")
+            self._delete_rows(lost)
             for one in dead:
-                attempt.forget(one)
+                left = any(one.id in file for file in finished.get(one.day, ()))
+                if left and published[one.id] == _TAKEN_FOR_DEAD:
+                    attempt.keep_in_mind(one)
+                else:
+                    attempt.forget(one)
         return removed
+
+    def _delete_rows(self, publications: Sequence[tuple[str, str]]) -> None:
+        """Remove what was written under these days' publications, beside the predictions."""
+        if publications:
+            days, numbers = (
+                ", ".join(f"'{value}'" for value in sorted(set(both))) for both in zip(*publications, strict=True)
+            )
+            for rows in (self.quarantine, self.runs):
+                delete_rows(rows, f"date IN ({days}) AND publication IN ({numbers})")
 
     def _enter_as_dead(self, dead: Sequence[DeadAttempt]) -> Any:
         """The table as it is once each of the attempts has an entry. From then on none of them can publish: one that

@@ -86,23 +86,32 @@ class ReceiptStore:
             return None
         return replace(receipt, shard=shard)
 
+    def files(self, day: str) -> set[str]:
+        """The data files that the day's receipts name: of shards that need not be scored again."""
+        return {name for name in self._named(day).values() if name is not None}
+
     def withdraw(self, receipts: Iterable[Receipt]) -> None:
         """These shards count as not done."""
         self._folder.delete([_name(receipt.day, receipt.resume_key) for receipt in receipts])
 
     def remove_void(self) -> list[str]:
         """Remove receipts whose data file is gone; returns their names."""
-        named: dict[str, str | None] = {}
-        for one in self._folder.list():
-            try:
-                named[one.name] = json.loads(self._folder.read(one.name) or b"")["file"]
-            except (ValueError, KeyError, TypeError):
-                named[one.name] = None
+        named = self._named()
         # Only now: what a live run's receipt names is there before the receipt is.
         files = {file.name for file in self._table.list()}
         void = [name for name, file in named.items() if file not in files]
         self._folder.delete(void)
         return void
+
+    def _named(self, day: str = "") -> dict[str, str | None]:
+        """Receipt → the data file that it names; None where it cannot be read."""
+        named: dict[str, str | None] = {}
+        for one in self._folder.list(day):
+            try:
+                named[one.name] = json.loads(self._folder.read(one.name) or b"")["file"]
+            except (ValueError, KeyError, TypeError):
+                named[one.name] = None
+        return named
 
 
 def _name(day: str, key: str) -> str:

@@ -40,15 +40,19 @@ class PredictionSchema:
     class_names: Mapping[str, tuple[str, ...]]
 
     def __post_init__(self) -> None:
-        for spec in self.outputs:
-            names = self.class_names.get(spec.name)
-            if names is not None and not (spec.minimum == 0 and spec.maximum == len(names) - 1):
+        declared = {spec.name: spec for spec in self.outputs}
+        for name, names in self.class_names.items():
+            spec = declared.get(name)
+            whole = spec is not None and spec.numpy_dtype.kind in "iu"
+            if not (spec and whole and spec.minimum == 0 and spec.maximum == len(names) - 1):
                 raise SpecError(
                     "the class names do not fit the output's range",
                     stage="score",
-                    item=spec.name,
-                    expected=f"an output whose range is 0 … {len(names) - 1}, one for each of {len(names)} names",
-                    got=f"{spec.minimum} … {spec.maximum}",
+                    item=name,
+                    expected=f"a whole number, 0 … {len(names) - 1}, one for each of {len(names)} names",
+                    got=f"{spec.dtype}, {spec.minimum} … {spec.maximum}"
+                    if spec
+                    else f"no such output among {', '.join(declared)}",
                     next_step="give `class_names` a file with one line for each class, or declare the output's range "
                     "under `output_ranges`",
                 )

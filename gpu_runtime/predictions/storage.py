@@ -11,7 +11,7 @@ import datetime
 import hashlib
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -140,8 +140,8 @@ class Folder:
             with contextlib.suppress(FileNotFoundError):
                 obstore.delete(self._store, name)
 
-    def sweep(self, folder: str, marker: str) -> Sequence[str]:
-        """Remove what lies in `folder` and has `marker` in its name; returns what was removed.
+    def sweep(self, folder: str, marker: str, spare: Container[str] = ()) -> Sequence[str]:
+        """Remove what lies in `folder` and has `marker` in its name, but not `spare`; returns what was removed.
 
         On disk that includes files that were never finished. Of those an object store shows nothing: let a
         lifecycle rule of the bucket end multipart uploads that nobody completes.
@@ -149,7 +149,7 @@ class Folder:
         names = [file.name for file in self.list(folder)]
         if self.local is not None:
             names += [path.relative_to(self.local).as_posix() for path in (self.local / folder).glob(_UNFINISHED)]
-        gone = [name for name in names if marker in name]
+        gone = [name for name in names if marker in name and name not in spare]
         self.delete(gone)
         return gone
 

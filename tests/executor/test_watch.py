@@ -75,4 +75,44 @@ def test_a_signal_ends_the_wait_once_the_work_in_hand_had_its_time(
     alone: Any, grace: str, takes: str, ended: bool
 ) -> None:
     made = alone(PROGRAM, grace, takes)
-    assert (made.returncode, made.stdout.strip()) == (0, f"interrupted {ended}"), made.stderr
+    assert (made.returncode, made.stdout.strip()) == (0 if ended else 1, f"interrupted {ended}"), made.stderr
+
+
+LEFT_BEHIND = """
+import atexit, io, sys, threading
+import pyarrow as pa, pyarrow.parquet as pq
+from gpu_runtime.errors import StalledError
+from gpu_runtime.executor.watch import Watch
+
+written = io.BytesIO()
+pq.write_table(pa.table({"a": list(range(100_000))}), written, row_group_size=10_000)
+
+class Disk(io.BytesIO):
+    '''Answers until the footer is read, then hangs in a thread of Arrow's own.'''
+    def read(self, *given):
+        if threading.current_thread().name.startswith("Dummy"):
+            hung.set()
+            never.wait()
+        return super().read(*given)
+
+hung, never = threading.Event(), threading.Event()
+atexit.register(print, "flushed")
+try:
+    Watch("a day", 1)("look-up", lambda: pq.ParquetFile(Disk(written.getvalue()), pre_buffer=True).read())
+except StalledError as error:
+    print(error.stage, hung.is_set())
+if sys.argv[1] == "is let go":
+    never.set()
+    for thread in threading.enumerate():
+        if thread.name == "look-up":
+            thread.join()
+"""
+
+
+@pytest.mark.parametrize(("then", "status"), [("hangs on", 1), ("is let go", 0)])
+def test_a_process_ends_though_a_library_waits_for_a_thread_of_its_own_that_hangs(
+    alone: Any, then: str, status: int
+) -> None:
+    """Arrow's pool is waited for when a process ends, by C and not by Python: no daemon thread helps there."""
+    ended = alone(LEFT_BEHIND, then)
+    assert (ended.returncode, ended.stdout.split()) == (status, ["look-up", "True", "flushed"]), ended.stderr

@@ -48,6 +48,8 @@ def ask(fresh_home: Callable[[], Any], crashes: Any) -> Iterator[tuple[Any, Call
         env=environment,
         stdout=(home.root / "dagster.log").open("w"),
         stderr=subprocess.STDOUT,
+        # A process that is started in the background ignores Ctrl-C, and so would all that it starts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL) and None,
     )
 
     def ask(query: str, **variables: Any) -> Any:

@@ -268,6 +268,7 @@ def test_files_of_live_runs_are_never_touched(disk: Any, days: Any) -> None:
         ):
             for attempt in (dead, live, other, also, far):
                 table.receipts.write(days.shard(table, attempt, [0.5]))
+            days.shard(table, far, [0.5], shard=1)  # whose receipt was not written any more
         half = table.predictions.writer(f"date={MONDAY}/part-000009-{live.id}.parquet")
         half.write(bytes(20 << 20))
         age(disk, dead, other, far)
@@ -275,7 +276,11 @@ def test_files_of_live_runs_are_never_touched(disk: Any, days: Any) -> None:
         assert {name.rpartition("-")[2] for name in files_of(table)} > {f"{one.id}.parquet" for one in (live, also)}
         assert not [name for name in files_of(table) if dead.id in name or other.id in name]
         assert half.commit()[0] == 20 << 20
-        assert not files_of(table, TUESDAY) and not attempts_of(table, TUESDAY)  # a dead run's, of another day
+        # Of another day the shard that is finished stays, and what tells the day's next run of it.
+        assert [name.split("/part-")[1][:6] for name in files_of(table, TUESDAY)] == ["000000"]
+        assert attempts_of(table, TUESDAY) == {f"attempts/{TUESDAY}/{far.id}.json"}
+        days.publish(table, TUESDAY, [0.25])
+        assert len(files_of(table, TUESDAY)) == 1 and not attempts_of(table, TUESDAY)
         days.commit(table, live, days.shard(table, live, [1.0]), previous=number)
     assert table.read_day(MONDAY)["score"].tolist() == [1.0]
 

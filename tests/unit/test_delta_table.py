@@ -337,6 +337,20 @@ def test_a_single_class_is_a_plain_name(table: PredictionTable, days: Any) -> No
     assert label_column("class_index") == "class_label"
 
 
+@pytest.mark.parametrize(
+    ("spec", "named"),
+    [
+        (TensorSpec("probability", "float32", (), 0, 1), "probability"),
+        (TensorSpec("class_index", "int32", (), 0, 1), "class_idx"),
+    ],
+)
+def test_class_names_are_of_an_output_that_counts(spec: TensorSpec, named: str) -> None:
+    with pytest.raises(
+        SpecError, match=f"{named}.*Expected a whole number.*(float32|no such output among class_index)"
+    ):
+        PredictionSchema((spec,), {named: ("cat", "dog")})
+
+
 @pytest.mark.parametrize("bounds", [(None, None), (0, None), (0, 2), (0, 0), (-1, 1), (1, 1)])
 def test_each_index_that_an_output_can_have_needs_a_name(bounds: tuple[float | None, float | None]) -> None:
     with pytest.raises(SpecError, match=r"class_index.*0 … 1, one for each of 2 names.*Next"):
@@ -381,7 +395,6 @@ def test_a_column_of_another_type_is_refused_and_nothing_is_published(table: Pre
         PredictionSchema((TensorSpec("score", "float16"),), {}),
         PredictionSchema((TensorSpec("score", "float32", (2,)),), {}),
         PredictionSchema((TensorSpec("value", "float32"),), {}),
-        PredictionSchema((TensorSpec("score", "float32", (), 0, 0),), {"score": ("a",)}),
     ],
 )
 def test_any_change_of_the_columns_changes_the_schemas_digest(other: PredictionSchema, days: Any) -> None:

@@ -6,6 +6,8 @@ import io
 import mmap
 import os
 import struct
+import subprocess
+import sys
 import warnings
 import zlib
 from dataclasses import replace
@@ -426,6 +428,54 @@ def test_a_name_that_is_no_text_is_escaped(tmp_path: Path, write_jpeg: Any) -> N
     assert list(reader.origins(0, 1).to_pydict().values()) == [escaped, escaped, [0]]
     assert failures == []
     np.testing.assert_allclose(rows["pixels"][0, 4, 4].astype(int), RED, atol=12)
+
+
+def test_links_that_lead_nowhere_are_rows_that_cannot_be_read(tmp_path: Path, write_jpeg: Any) -> None:
+    write_jpeg(tmp_path / DAY / "d.jpg")
+    for name, target in (("a.jpg", "a.jpg"), ("b.jpg", "d.jpg/x"), ("c.jpg", "nothing")):
+        (tmp_path / DAY / name).symlink_to(target)
+    _, failures = read(tmp_path)
+    assert {key: reason for key, (_, reason) in failures.items()} == {
+        "a.jpg": "the file cannot be read",
+        "b.jpg": "the file cannot be read",
+        "c.jpg": "the file vanished",
+    }
+
+
+def test_linked_folders_are_read_once(tmp_path: Path, write_jpeg: Any) -> None:
+    write_jpeg(tmp_path / "elsewhere" / "hour" / "a.jpg")
+    write_jpeg(tmp_path / DAY / "b.jpg")
+    (tmp_path / DAY / "linked").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / DAY / "twice").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / DAY / "up").symlink_to(tmp_path / DAY)
+    (shard,) = source_of(tmp_path).partition(DAY).shards
+    assert [file.path for file in shard.files] == ["b.jpg", "linked/hour/a.jpg"]
+
+
+PROGRAM = """
+import os, sys
+from pathlib import Path
+from gpu_runtime.datasets.image_folder import ImageFolderSource
+from gpu_runtime.specs import TensorSpec
+
+if not os.getuid():
+    os.setuid(65534)  # root may read everything
+print(ImageFolderSource(sys.argv[1], (TensorSpec("pixels", "uint8", (8, 8, 3)),)).partition(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("mode", [0o000, 0o444])
+@pytest.mark.parametrize("folder", [".", "hour"])
+def test_a_folder_that_may_not_be_read_is_no_empty_one(tmp_path: Path, write_jpeg: Any, folder: str, mode: int) -> None:
+    write_jpeg(tmp_path / DAY / "a.jpg")
+    write_jpeg(tmp_path / DAY / "hour" / "b.jpg")
+    for above in [tmp_path, *tmp_path.parents][:3]:
+        above.chmod(above.stat().st_mode | 0o555)
+    (tmp_path / DAY / folder).chmod(mode)
+    ended = subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path), DAY], capture_output=True, text=True)
+    (tmp_path / DAY / folder).chmod(0o755)
+    assert ended.returncode == 1
+    assert "DatasetError: [dataset]" in ended.stderr and "a folder of the day cannot be read" in ended.stderr
 
 
 def test_a_file_that_vanished_is_a_hole(tmp_path: Path, write_jpeg: Any) -> None:

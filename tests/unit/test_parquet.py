@@ -604,3 +604,10 @@ def test_no_shard_is_larger_than_asked_unless_a_row_group_is(tmp_path: Path, fli
         10,
         1,
     ]
+
+
+def test_a_pipe_among_the_files_is_named_and_not_waited_for(flights: Any, tmp_path: Path) -> None:
+    flights.write_day(tmp_path, DAY, 5)
+    os.mkfifo(tmp_path / DAY / "pipe.parquet")
+    with pytest.raises(DatasetError, match=r"pipe.parquet: not a regular file"):
+        flights.source(tmp_path).partition(DAY)

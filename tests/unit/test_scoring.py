@@ -39,6 +39,7 @@ from gpu_runtime.errors import (
     TooManyQuarantinedError,
 )
 from gpu_runtime.predictions import delta_table
+from gpu_runtime.predictions.attempts import Attempt
 from gpu_runtime.predictions.delta_table import DayRecord, PredictionTable
 from gpu_runtime.predictions.receipts import Receipt, ReceiptStore
 from gpu_runtime.predictions.shard_file import PredictionSchema, Provenance
@@ -651,24 +652,32 @@ def test_a_published_day_that_cannot_be_read_back_is_not_called_unpublished(
 
 HANGS: dict[str, tuple[Any, str]] = {  # where a run hangs → the stage that is named
     "listing": (CountingSource.partition, "list"),
-    "creating": (PredictionTable.create, "publish"),
+    "beginning": (Attempt.__enter__, "look-up"),
     "looking up": (PredictionTable.published, "look-up"),
     "reading a receipt": (ReceiptStore.find, "look-up"),
     "loading the engine": (Scorer.executor.fget, "load"),
+    "the last shard, without a row": (Scorer._close_shard, "write"),
+    "creating": (PredictionTable.create, "publish"),
     "quarantine": (delta_table.append_quarantine, "publish"),
     "commit": (PredictionTable._commit, "publish"),
     "clean-up": (PredictionTable.clean_up, "clean-up"),
     "counting": (PredictionTable.count_day, "check"),
     "review": (scoring.review_outputs, "check"),
 }
+FAST = {("looking up", "fails"), ("commit", "succeeds"), ("counting", "fails")}
 
 
-FAST = ("looking up", "commit", "counting")
-
-
-@pytest.mark.parametrize("place", [pytest.param(one, marks=() if one in FAST else pytest.mark.slow) for one in HANGS])
+@pytest.mark.parametrize(
+    ("place", "then"),
+    [
+        pytest.param(place, then, marks=() if (place, then) in FAST else pytest.mark.slow)
+        for place in HANGS
+        for then in ("fails", "succeeds")
+    ],
+)
 def test_what_hangs_beside_the_executor_ends_the_range_and_the_next_run_makes_the_day_whole(
     place: str,
+    then: str,
     flights: Any,
     root: Path,
     served: SimpleNamespace,
@@ -678,37 +687,51 @@ def test_what_hangs_beside_the_executor_ends_the_range_and_the_next_run_makes_th
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     flights.write_day(root, DAY, 50, group=10, a=nulls_at(7))
+    flights.write_day(root, DAY, 0, file="z.parquet")
     flights.write_day(root, NEXT, 5)
     source = CountingSource(flights.source(root, rows_per_shard=10))
-    let_go, hung = threading.Event(), threading.Event()
+    let_go, hung, ended = threading.Event(), threading.Event(), threading.Event()
     work, stage = HANGS[place]
 
     def hang(*given: Any, **named: Any) -> Any:
+        if place == "the last shard, without a row" and given[1].task.rows:
+            return work(*given, **named)
         hung.set()
         let_go.wait()
-        raise ConnectionError  # and fails when the storage is there again
+        try:
+            if then == "fails":  # once the storage is there again
+                raise ConnectionError
+            return work(*given, **named)
+        finally:
+            ended.set()
 
-    for owner in (CountingSource, PredictionTable, ReceiptStore, Scorer, scoring, delta_table):
+    for owner in (CountingSource, PredictionTable, ReceiptStore, Attempt, Scorer, scoring, delta_table):
         for name, value in vars(owner).items():
             if value is work:
                 monkeypatch.setattr(owner, name, hang)
             if isinstance(value, property) and value.fget is work:
                 monkeypatch.setattr(owner, name, property(hang))
-    with Scorer(served.plan, served.store, device, ScoringPolicy(1.0, stage_timeout_s=3)) as scorer:
-        try:
+    before = set(threading.enumerate())
+    try:
+        with Scorer(served.plan, served.store, device, ScoringPolicy(1.0, stage_timeout_s=3)) as scorer:
             results = dict(score_days([DAY, NEXT], scorer, source, flights.schema, table, "run"))
-        finally:
-            let_go.set()
+        published = table.current_publication(DAY) is not None
+    finally:
+        monkeypatch.undo()
+        let_go.set()
     assert hung.is_set() and list(results) == [DAY]
     error = results[DAY]
     assert isinstance(error, StalledError) and f"the {stage} stage hangs" in str(error) and DAY in str(error)
-    published = stage in ("clean-up", "check")
-    assert ("the day is published" in str(error)) is published
-    assert (table.current_publication(DAY) is not None) is published
-    monkeypatch.undo()
+    assert ("the day is published" in str(error)) is published is (stage in ("clean-up", "check"))
+    left = set(threading.enumerate()) - before
+    for thread in left:
+        thread.join(10)
+    assert ended.wait(10) and not any(thread.is_alive() for thread in left), "a thread lives on"
     done = score(source)
-    assert done.reused is published
     assert (done.published, done.published_quarantined, done.accounted) == (49, 1, True)
+    quarantine, runs = (DeltaTable(folder.uri).to_pandas() for folder in (table.quarantine, table.runs))
+    assert set(quarantine["publication"]) == set(runs["publication"]) == {done.publication}
+    assert not list(Path(table.root.uri, "attempts").rglob("*.json"))
 
 
 # Several days
@@ -739,6 +762,22 @@ def test_a_bad_day_does_not_cost_the_good_ones_and_is_scored_alone_the_next_time
     again = dict(days(source, *wanted))
     assert len(engine.seen) == 20 and engine.loads == 1
     assert [again[day].reused for day in (DAY, NEXT, "2026-03-04")] == [True, False, True]
+
+
+def test_the_finished_shards_of_a_bad_day_outlive_the_publication_of_others(
+    flights: Any, root: Path, table: PredictionTable, days: Any, engine: EngineWatch, score: Any
+) -> None:
+    flights.write_day(root, NEXT, 5)
+    source = dies_at(flights.source(root, rows_per_shard=10), table, 4)
+    results = dict(days(source, DAY, NEXT))
+    assert isinstance(results[DAY], InferenceError) and isinstance(results[NEXT], Predictions)
+    for run in range(2):  # clean-up remembers what it has spared
+        flights.write_day(root, NEXT, 6 + run)
+        assert score(flights.source(root), NEXT).published == 6 + run
+    made = score(flights.source(root, rows_per_shard=10))
+    assert (made.resumed_shards, len(engine.seen), made.published) == (4, 10, 50)
+    assert len(list(Path(table.predictions.uri, f"date={DAY}").iterdir())) == 5
+    assert not list(Path(table.root.uri, "attempts").rglob("*.json"))
 
 
 def test_days_are_published_one_by_one(flights: Any, root: Path, days: Any, table: PredictionTable) -> None:
