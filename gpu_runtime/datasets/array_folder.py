@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,17 +64,17 @@ class ArrayFolderSource:
     def open(self, shard: ShardTask) -> ArrayReader:
         file = shard.files[0].path
         assert shard.span is not None
-        path = Path(shard.folder) / file
-        values = self._map(path, f"{shard.day}/{as_text(file)}")
-        return ArrayReader(self.inputs[0], values[slice(*shard.span)], path, as_text(file), shard.span[0])
+        mapped = self._map(Path(shard.folder) / file, f"{shard.day}/{as_text(file)}")
+        return ArrayReader(self.inputs[0], mapped, shard.span, shard.day, as_text(file))
 
-    def _map(self, path: Path, item: str) -> npt.NDArray[Any]:
+    def _map(self, path: Path, item: str) -> np.memmap[Any, Any]:
         """The file's array, mapped. Raises `DatasetError` unless it is what was declared."""
         (spec,) = self.inputs
         try:
             if not path.is_file():  # a pipe would be waited for
                 raise OSError("not a regular file")
-            found = np.lib.format.open_memmap(path, mode="c")  # private: no engine can write to the file
+            with np.errstate(over="ignore"):  # of a header that counts more than there can be
+                found = np.lib.format.open_memmap(path, mode="c")  # private: no engine can write to the file
         except Exception as error:  # OSError and ValueError, but a damaged header raises what it likes
             kind = type(error).__name__
             raise _unusable("not a readable .npy file", item, f"an array {_kind_of(spec)}", kind) from error
@@ -82,15 +83,21 @@ class ArrayFolderSource:
             raise _unusable("the file holds another array", item, f"an array {_kind_of(spec)}", got)
         if not found.flags.c_contiguous:
             raise _unusable("the file's rows do not lie one behind the other", item, "C order", "Fortran order")
+        whole, nbytes = found.offset + found.nbytes, _file_of(found).size()
+        if nbytes != whole:  # rows were appended, or the header counts too few: those behind would be left out
+            raise _unusable("the file does not end where its array ends", item, f"{whole} bytes", f"{nbytes} bytes")
         return found
 
 
 class ArrayReader:
     """A mapped part of one file."""
 
-    def __init__(self, spec: TensorSpec, values: npt.NDArray[Any], path: Path, file: str, offset: int) -> None:
-        self._spec, self._values, self._path, self._file, self._offset = spec, values, path, file, offset
-        self._nbytes = path.stat().st_size
+    def __init__(
+        self, spec: TensorSpec, mapped: np.memmap[Any, Any], span: tuple[int, int], day: str, file: str
+    ) -> None:
+        self._spec, self._values, self._offset = spec, np.asarray(mapped)[slice(*span)], span[0]
+        self._day, self._file = day, file
+        self._opened, self._nbytes = _file_of(mapped), mapped.offset + mapped.nbytes
 
     @property
     def rows(self) -> int:
@@ -103,17 +110,29 @@ class ArrayReader:
     def labels(self) -> None:
         return None
 
-    def view(self, start: int, stop: int) -> Mapping[str, npt.NDArray[Any]]:
-        if self._path.stat().st_size < self._nbytes:  # touching what is gone would end the process
-            raise _unusable("the file got shorter while it was read", self._file, f"{self._nbytes} bytes", "fewer")
-        return {self._spec.name: self._values[start:stop]}
+    def view(self, start: int, stop: int) -> Mapping[str, npt.NDArray[Any]] | None:
+        # A header of odd length leaves numbers where no engine may read them.
+        return {self._spec.name: self._rows(start, stop)} if self._values.flags.aligned else None
+
+    def _rows(self, start: int, stop: int) -> npt.NDArray[Any]:
+        nbytes = self._opened.size()
+        if nbytes < self._nbytes:  # touching what is gone would end the process
+            item = f"{self._day}/{self._file}"
+            raise _unusable("the file got shorter while it was read", item, f"{self._nbytes} bytes", f"{nbytes} bytes")
+        return self._values[start:stop]
 
     def pieces(self, start: int, stop: int, staging: Mapping[str, npt.NDArray[Any]]) -> list[Piece]:
         def copy() -> list[RowFailure]:
-            staging[self._spec.name][:] = self.view(start, stop)[self._spec.name]
+            staging[self._spec.name][:] = self._rows(start, stop)
             return []
 
         return [copy] if stop > start else []
+
+
+def _file_of(mapped: np.memmap[Any, Any]) -> mmap.mmap:
+    """The very file that is mapped, whatever has taken its name since."""
+    assert isinstance(mapped.base, mmap.mmap)
+    return mapped.base
 
 
 def _kind_of(spec: TensorSpec) -> str:

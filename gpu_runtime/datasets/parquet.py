@@ -224,7 +224,10 @@ class ParquetReader:
             column = self._arrays.get(self._source.columns[spec.name][0])
             if spec.shape not in ((), (1,)) or column is None or column.dtype != spec.numpy_dtype:
                 return None
-            found[spec.name] = column[start:stop].reshape(spec.batch_shape(stop - start))
+            values = column[start:stop].reshape(spec.batch_shape(stop - start))
+            if not spec.holds(values):  # `pieces` says of each row which column is to blame
+                return None
+            found[spec.name] = values
         return found
 
     def labels(self) -> npt.NDArray[Any] | None:

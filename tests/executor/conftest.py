@@ -63,6 +63,7 @@ class StrictEngine:
     offered: int = 0
     seen: list[list[int]] = field(default_factory=list)  # ids of each batch, padding included
     taken: list[npt.NDArray[Any]] = field(default_factory=list)  # x of each batch
+    handed: list[Arrays] = field(default_factory=list)  # the inputs of each batch, as they were offered
 
     def __post_init__(self) -> None:
         self.options = EngineOptions(streams=self.streams)
@@ -84,6 +85,7 @@ class StrictContext:
 
     def enqueue(self, inputs: Arrays, outputs: Arrays, stream: Stream) -> None:
         self.engine.offered = rows = len(inputs["id"])
+        self.engine.handed.append(inputs)
         assert 1 <= rows <= self.engine.file.max_batch
         for arrays, specs in ((inputs, INPUTS), (outputs, OUTPUTS)):
             assert list(arrays) == [spec.name for spec in specs]

@@ -1,4 +1,4 @@
-"""Corrupt images and tables through the real sources: no crash, every row accounted for, no wrong value.
+"""Corrupt images, tables and arrays through the real sources: no crash, every row accounted for, no wrong value.
 
     python tests/fuzz/fuzz.py --cases 1200 --seed 0     the table of all kinds of corruption
     python tests/fuzz/fuzz.py --seed 0 --case 17        one case again, in this process
@@ -35,6 +35,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
+from gpu_runtime.datasets.array_folder import ArrayFolderSource
 from gpu_runtime.datasets.image_folder import ImageFolderSource
 from gpu_runtime.datasets.parquet import ParquetSource
 from gpu_runtime.datasets.partition import Source
@@ -710,10 +711,90 @@ def compare(cells: Mapping[str, list[Any]], shards: Sequence[Read], failures: Ma
             demand(is_score_of(column, cells[column][row], got), f"row {row}: {column} was scored with another value")
 
 
+# Arrays
+
+VALUES = TensorSpec("values", "int32", (3,))
+
+
+def array_bytes(values: Any) -> bytes:
+    stream = io.BytesIO()
+    np.save(stream, values)
+    return stream.getvalue()
+
+
+def flipped_between(start: int, stop: int | None) -> Callable[[Any, bytes], tuple[bytes, str]]:
+    def make(rng: Any, data: bytes) -> tuple[bytes, str]:
+        changed = bytearray(data)
+        for place in rng.integers(start, stop or len(data), rng.integers(1, 4)):
+            changed[place] ^= 1 << int(rng.integers(8)) if rng.random() < 0.5 else int(rng.integers(1, 256))
+        return bytes(changed), SAME_OR_HOLE if stop else SAME
+
+    return make
+
+
+def array_cut_short(rng: Any, data: bytes) -> tuple[bytes, str]:
+    return data[: int(rng.integers(0, len(data)))], HOLE
+
+
+def array_with_more(rng: Any, data: bytes) -> tuple[bytes, str]:
+    return data + (data if rng.random() < 0.3 else rng.bytes(int(rng.integers(1, 300)))), HOLE
+
+
+def another_array(rng: Any, data: bytes) -> tuple[bytes, str]:
+    values = rng.integers(0, 99, (int(rng.integers(2, 60)), 3)).astype(np.int32)
+    others = [
+        values.astype(">i4"),
+        values.astype(np.float32),
+        values.astype(np.uint32),
+        values.astype(object),
+        values.astype("U3"),
+        np.asfortranarray(values),
+        values[:, :2],
+        values[:, 0],
+        values[..., None],
+        values[0, 0],
+    ]
+    return array_bytes(others[rng.integers(len(others))]), HOLE
+
+
+ARRAY_KINDS: dict[str, Callable[[Any, bytes], tuple[bytes, str]]] = {
+    "array: cut short": array_cut_short,
+    "array: bytes flipped in the header": flipped_between(0, 128),
+    "array: bytes flipped in the rows": flipped_between(128, None),
+    "array: something appended": array_with_more,
+    "array: another array": another_array,
+}
+"""Each says of its file whether it is to be read (SAME: as its bytes are), refused (HOLE), or one of both."""
+
+
+def array_case(kind: str, rng: Any, root: Path) -> Outcome:
+    rows = int(rng.integers(1, 60))
+    values = rng.integers(-(2**31) + 1, 2**31, (rows, 3)).astype(np.int32)
+    data, allowed = ARRAY_KINDS[kind](rng, array_bytes(values))
+    (root / DAY).mkdir()
+    (root / DAY / "part.npy").write_bytes(data)
+    source = ArrayFolderSource(str(root), (VALUES,), int(rng.integers(1, 60)))
+    try:
+        with closing(WorkerPool(2)) as pool:
+            shards = read_day(source, pool, int(rng.integers(1, 30)))
+    except DatasetError as error:
+        demand(allowed != SAME, f"refused: {error}")
+        demand(error.item == f"{DAY}/part.npy", f"the refusal does not name the file: {error}")
+        demand(error.expected and error.got, f"the refusal does not say what was expected and found: {error}")
+        return Outcome(0, kind, refused=1)
+    demand(allowed != HOLE, "read, though it is not as declared")
+    demand([key for shard in shards for key in shard.keys] == [f"part.npy#{row}" for row in range(rows)], "other keys")
+    read = np.concatenate([shard.rows["values"] for shard in shards])
+    demand((read == np.frombuffer(data[128:], "<i4").reshape(rows, 3)).all(), "rows were scored with other values")
+    return Outcome(0, kind, scored=rows)
+
+
 # Running
 
 
-KINDS = (*IMAGE_KINDS, *TABLE_KINDS)
+CASES = dict.fromkeys(IMAGE_KINDS, image_case) | dict.fromkeys(TABLE_KINDS, table_case)
+CASES |= dict.fromkeys(ARRAY_KINDS, array_case)
+KINDS = tuple(CASES)
 
 
 def run_case(seed: int, case: int) -> Outcome:
@@ -721,9 +802,8 @@ def run_case(seed: int, case: int) -> Outcome:
     kind = KINDS[case % len(KINDS)]
     rng = np.random.default_rng([seed, case])
     with tempfile.TemporaryDirectory() as folder:
-        run = image_case if kind in IMAGE_KINDS else table_case
         try:
-            outcome = run(kind, rng, Path(folder))
+            outcome = CASES[kind](kind, rng, Path(folder))
         except WrongError as error:
             outcome = Outcome(case, kind, wrong=str(error))
     return replace(outcome, case=case)

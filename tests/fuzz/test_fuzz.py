@@ -13,6 +13,7 @@ import pytest
 from PIL import ImageFile
 
 from gpu_runtime.datasets import parquet
+from gpu_runtime.datasets.array_folder import ArrayReader
 from gpu_runtime.datasets.image_folder import ImageReader
 from gpu_runtime.datasets.parquet import ParquetReader
 
@@ -31,7 +32,7 @@ def fuzz() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("cases", "seed"), [(120, 7), pytest.param(3000, 11, marks=pytest.mark.slow)], ids=["few", "many"]
+    ("cases", "seed"), [(140, 7), pytest.param(3000, 11, marks=pytest.mark.slow)], ids=["few", "many"]
 )
 def test_no_corruption_crashes_loses_a_row_or_scores_it_wrong(cases: int, seed: int) -> None:
     ran = subprocess.run(
@@ -44,8 +45,8 @@ def test_no_corruption_crashes_loses_a_row_or_scores_it_wrong(cases: int, seed: 
 
 
 def bad(fuzz: Any, prefix: str) -> list[str]:
-    """What is wrong with the cases of some kinds, four of each."""
-    chosen = [case for case in range(4 * len(fuzz.KINDS)) if fuzz.KINDS[case % len(fuzz.KINDS)].startswith(prefix)]
+    """What is wrong with the cases of some kinds, eight of each."""
+    chosen = [case for case in range(8 * len(fuzz.KINDS)) if fuzz.KINDS[case % len(fuzz.KINDS)].startswith(prefix)]
     return [outcome.wrong for outcome in (fuzz.run_case(5, case) for case in chosen) if outcome.wrong]
 
 
@@ -86,6 +87,23 @@ def test_a_wrong_value_would_be_noticed(fuzz: Any, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(parquet, "_as_array", off_by_a_little)
     assert any("share was scored with another value" in wrong for wrong in bad(fuzz, "table: columns rearranged"))
+
+
+@pytest.mark.parametrize(
+    ("rows", "noticed"),
+    [
+        (lambda values, start, stop: values[start:stop] ^ 1, "with other values"),
+        (lambda values, start, stop: values[::-1][start:stop], "with other values"),
+        (lambda values, start, stop: np.roll(values, 1, axis=1)[start:stop], "with other values"),
+    ],
+    ids=["a bit", "another order", "moved"],
+)
+def test_another_row_of_an_array_would_be_noticed(
+    fuzz: Any, monkeypatch: pytest.MonkeyPatch, rows: Any, noticed: str
+) -> None:
+    assert not bad(fuzz, "array")
+    monkeypatch.setattr(ArrayReader, "_rows", lambda self, start, stop: rows(self._values, start, stop))
+    assert any(noticed in wrong for wrong in bad(fuzz, "array: bytes flipped in the rows"))
 
 
 @pytest.mark.parametrize(

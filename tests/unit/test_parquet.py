@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from gpu_runtime.datasets.parquet import ParquetSource
+from gpu_runtime.datasets.parquet import ParquetReader, ParquetSource
 from gpu_runtime.datasets.partition import RowFailure, check_unchanged, numpy_rows
 from gpu_runtime.errors import DatasetError, SpecError
 from gpu_runtime.specs import TensorSpec
@@ -255,6 +255,70 @@ def test_a_file_is_known_by_its_suffix_in_any_case_and_a_folder_is_none(flights:
     assert [s.files[0].path for s in flights.source(tmp_path).partition(DAY).shards] == ["table.parquet/part-0.PARQUET"]
 
 
+# Columns that are handed on as they lie
+
+
+def view_of(root: Path, spec: TensorSpec, values: Any, start: int, stop: int, **settings: Any) -> Any:
+    day_of(root, {"v": values})
+    source = ParquetSource(str(root), (spec,), {spec.name: ("v",)}, **settings)
+    return source.open(source.partition(DAY).shards[0]).view(start, stop)
+
+
+@pytest.mark.parametrize("shape", [(), (1,)], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "uint8", "int8", "int32", "int64"])
+def test_a_plain_column_of_a_scalar_input_is_handed_on_as_it_lies(
+    tmp_path: Path, dtype: Any, shape: tuple[int, ...]
+) -> None:
+    values = np.arange(20).astype(dtype)
+    day_of(tmp_path, {"v": values})
+    source = ParquetSource(str(tmp_path), (TensorSpec("v", dtype, shape, 0, 19),), {"v": ("v",)})
+    reader = source.open(source.partition(DAY).shards[0])
+    seen, all_of_it = reader.view(5, 9), reader.view(0, 20)
+    assert seen is not None and all_of_it is not None
+    assert (seen["v"].dtype, seen["v"].shape) == (np.dtype(dtype), (4, *shape))
+    np.testing.assert_array_equal(seen["v"].reshape(-1), values[5:9])
+    assert np.shares_memory(seen["v"], all_of_it["v"]) and seen["v"].flags.c_contiguous
+
+
+@pytest.mark.parametrize(
+    ("spec", "values"),
+    [
+        (FLOAT, pa.array([1.0, None, 2.0], pa.float32())),
+        (FLOAT, pa.array([1.0, 2.0, 3.0], pa.float64())),
+        (FLOAT, pa.array([1, 2, 3], pa.int32())),
+        (FLOAT, pa.array([1.0, 2.0, 3.0], pa.float16())),
+        (TensorSpec("v", "float16"), pa.array([1.0, 2.0, 3.0], pa.float16())),
+        (TensorSpec("v", "int32"), pa.array([1, 2, 3], pa.int64())),
+        (BYTE, pa.array([1, 2, 3], pa.int8())),
+        (TensorSpec("v", "bool"), pa.array([True, False, True])),
+        (TensorSpec("v", "bool"), pa.array([1, 0, 1], pa.uint8())),
+        (FLOAT, pa.nulls(3)),
+    ],
+    ids=str,
+)
+def test_a_column_that_is_not_what_the_engine_takes_is_filled_in(tmp_path: Path, spec: TensorSpec, values: Any) -> None:
+    assert view_of(tmp_path, spec, values, 0, 3) is None
+
+
+def test_a_batch_that_breaks_its_range_is_filled_in_so_that_its_column_is_named(tmp_path: Path) -> None:
+    spec = TensorSpec("v", "float32", (), -1.0, 1.0)
+    for bad in (np.nan, np.inf, 1.5, -1.5):
+        values = np.asarray([0.5, 0.5, bad, 0.5], np.float32)
+        assert view_of(tmp_path, spec, values, 0, 4) is None and view_of(tmp_path, spec, values, 0, 2) is not None
+    ids = pa.array([0, 9, 10, 3], pa.int32())
+    assert view_of(tmp_path, TensorSpec("v", "int32", (), 0, 9), ids, 1, 3) is None
+
+
+def test_ids_of_a_vocabulary_and_several_columns_are_filled_in(flights: Any, tmp_path: Path) -> None:
+    assert view_of(tmp_path, INT, ["x", "y"], 0, 2, vocabularies={"v": ("x", "y")}) is None
+    flights.write_day(tmp_path, "2026-03-02", 3)
+    source = flights.source(tmp_path)
+    assert source.open(source.partition("2026-03-02").shards[0]).view(0, 3) is None
+    day_of(tmp_path, {"a": np.zeros(3, np.float32), "b": np.zeros(3, np.float64)})
+    two = ParquetSource(str(tmp_path), (FLOAT, TensorSpec("w", "float32")), {"v": ("a",), "w": ("b",)})
+    assert two.open(two.partition(DAY).shards[0]).view(0, 3) is None, "all inputs of a batch, or none"
+
+
 # Bad rows
 
 
@@ -334,6 +398,37 @@ def test_a_value_too_large_for_its_float_does_not_stay_in_the_batch(tmp_path: Pa
     made, reasons = one_column(tmp_path, TensorSpec("v", "float16"), [65504.0, 65520.0, -1e6])
     assert made.tolist() == [65504.0, 0.0, 0.0]
     assert reasons == dict.fromkeys((1, 2), "column 'v' does not fit float16")
+
+
+@pytest.mark.filterwarnings("error")
+def test_an_overflow_quarantines_its_row_alone(tmp_path: Path) -> None:
+    """Also where the whole batch is copied first, and only looked at by row because of what became infinite."""
+    made, reasons = one_column(tmp_path, FLOAT, [1.5, 1e39, -1e300, 3.4028234e38, 2.5])
+    assert made.tolist() == [1.5, 0.0, 0.0, float(np.float32(3.4028234e38)), 2.5]
+    assert reasons == dict.fromkeys((1, 2), "column 'v' does not fit float32")
+
+
+@pytest.mark.parametrize("kind", [pa.float32(), pa.float64(), pa.int64(), pa.uint8()], ids=str)
+def test_a_batch_of_plain_columns_is_not_looked_at_by_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any
+) -> None:
+    columns = {"a": pa.array([1, 2, 3], kind), "b": pa.array([4, 5, 6], kind)}
+    monkeypatch.setattr(ParquetReader, "_values", None)
+    day_of(tmp_path, columns)
+    rows, failures, _ = read(ParquetSource(str(tmp_path), (TensorSpec("v", "float32", (2,)),), {"v": ("a", "b")}))
+    assert (rows["v"].tolist(), failures) == ([[1, 4], [2, 5], [3, 6]], [])
+
+
+@pytest.mark.parametrize("spoilt", ["a", "b"])
+def test_the_column_that_is_to_blame_is_named_among_those_of_its_input(tmp_path: Path, spoilt: str) -> None:
+    columns = {"a": pa.array([1, 2, 3], pa.int64()), "b": pa.array([4, 5, 6], pa.int64())}
+    columns[spoilt] = pa.array([1, 2**31, 3], pa.int64())
+    day_of(tmp_path, columns)
+    source = ParquetSource(str(tmp_path), (TensorSpec("v", "int32", (2,)),), {"v": ("a", "b")})
+    rows, failures, _ = read(source)
+    reason = f"column '{spoilt}' is outside its declared range or type"
+    assert failures == [RowFailure(1, "input", reason, "ValueError")]
+    assert rows["v"][[0, 2]].tolist() == [[1, columns["b"][0].as_py()], [3, columns["b"][2].as_py()]]
 
 
 @pytest.mark.parametrize("kind", [pa.null(), pa.float64(), pa.int32(), pa.bool_()])
