@@ -5,8 +5,11 @@ export DAGSTER_HOME := $(CURDIR)/.dagster
 
 MINUTES ?= 10
 SEED ?= 0
+PHOTOS ?=
+SMOKE ?=
+BENCH = --peers-python .venv-bench/bin/python $(if $(SMOKE),--smoke)
 
-.PHONY: demo ui test test-full soak fuzz check clean
+.PHONY: demo ui test test-full soak fuzz bench check clean
 
 demo: .venv/installed .dagster/dagster.yaml
 	$(BIN)/python -m inference_dags.demo
@@ -26,15 +29,29 @@ soak: .venv/installed
 fuzz: .venv/installed
 	$(BIN)/python tests/fuzz/fuzz.py --seed $(SEED)
 
+# PHOTOS=DIR takes the JPEGs of that folder; SMOKE=1 runs tiny sizes and keeps no result.
+bench: .venv/installed .venv-bench/installed
+	.venv-bench/bin/python benchmarks/schedule.py
+	$(BIN)/python benchmarks/credit.py $(BENCH)
+	$(BIN)/python benchmarks/tensors.py $(BENCH)
+	$(BIN)/python benchmarks/images.py $(BENCH) $(if $(PHOTOS),--photos $(PHOTOS))
+
 check: .venv/installed .dagster/dagster.yaml
 	$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy && $(BIN)/dg check yaml && $(BIN)/dg check defs
 
 clean:
-	rm -rf .venv .dagster storage
+	rm -rf .venv .venv-bench .dagster storage build/bench
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[cpu,rtx,flight-delay,photo-tags,dev]'
+	touch $@
+
+# Ray and Daft ask for older versions of these two than the release was tested with.
+.venv-bench/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-bench
+	grep -vE '^(pyarrow|tqdm)==' constraints.txt > .venv-bench/constraints.txt
+	.venv-bench/bin/pip install --quiet -c .venv-bench/constraints.txt -e '.[cpu,bench]'
 	touch $@
 
 .dagster/dagster.yaml: dagster.yaml
