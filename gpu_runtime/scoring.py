@@ -7,6 +7,7 @@ import math
 import sys
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -30,7 +31,7 @@ from gpu_runtime.errors import (
 )
 from gpu_runtime.executor.pipeline import Batch, ScoredBatch, StreamExecutor
 from gpu_runtime.executor.stage_clock import RunStats
-from gpu_runtime.executor.watch import Watch
+from gpu_runtime.executor.watch import Watch, leave_behind
 from gpu_runtime.faults import FaultPlan, around, no_faults
 from gpu_runtime.predictions.attempts import AttemptTicket
 from gpu_runtime.predictions.delta_table import DayRecord, PredictionTable
@@ -229,7 +230,7 @@ class Scorer:
         """Score `tasks` and add each one's receipt to `receipts` as it is finished."""
         provenance = Provenance(self.plan.model_digest, self.plan.engine_digest, to.attempt.run_id)
         opened: deque[_OpenShard] = deque()
-        pool = WorkerPool(1, "open")
+        pool, opening = WorkerPool(1, "open"), list[Future[ShardReader]]()
 
         def open_shard(task: ShardTask) -> ShardReader:
             with around(self._faults, "read"):
@@ -237,10 +238,10 @@ class Scorer:
 
         def batches() -> Iterator[Batch]:
             # The next shard is opened while this one is scored; one ahead bounds the memory.
-            coming = [pool.submit(partial(open_shard, task)) for task in tasks[:1]]
+            opening.extend(pool.submit(partial(open_shard, task)) for task in tasks[:1])
             for number, task in enumerate(tasks):
-                reader = coming.pop().result()
-                coming += [pool.submit(partial(open_shard, following)) for following in tasks[number + 1 : number + 2]]
+                reader = opening.pop().result()
+                opening.extend(pool.submit(partial(open_shard, after)) for after in tasks[number + 1 : number + 2])
                 writer = to.table.shard_writer(to.schema, task.index, to.attempt, provenance)
                 opened.append(_OpenShard(number, task, reader, writer))
                 yield from executor.batches(number, reader)
@@ -265,6 +266,9 @@ class Scorer:
             watch("write", lambda: close_before(len(tasks)))
         finally:
             pool.close(wait=False)
+            for shard in opening:
+                if not shard.cancel():
+                    leave_behind(shard.done)
         return stats
 
     def _close_shard(self, shard: _OpenShard, to: Destination) -> Receipt:

@@ -20,6 +20,7 @@ from gpu_runtime.datasets.partition import (
     as_text,
     day_files,
     day_folder,
+    is_special,
     origins_of,
     reading_of,
 )
@@ -30,7 +31,8 @@ from gpu_runtime.specs import TensorSpec
 @dataclass(frozen=True)
 class ArrayFolderSource:
     """Each file holds rows of the one input, as `[rows, *shape]` in its dtype. Files are mapped, never read whole; on
-    a device that shares the host's memory the engine takes a full batch from where it lies in the file.
+    a device that shares the host's memory the engine takes a full batch from where it lies in the file. A file that is
+    cut short at that very moment ends the process, as any mapped file does; the next run goes on.
 
     The row key is the file's name and the row's position in it, `part-0.npy#17`. `rows_per_shard` cuts large files.
     """
@@ -71,7 +73,7 @@ class ArrayFolderSource:
         """The file's array, mapped. Raises `DatasetError` unless it is what was declared."""
         (spec,) = self.inputs
         try:
-            if not path.is_file():  # a pipe would be waited for
+            if is_special(path):
                 raise OSError("not a regular file")
             with np.errstate(over="ignore"):  # of a header that counts more than there can be
                 found = np.lib.format.open_memmap(path, mode="c")  # private: no engine can write to the file

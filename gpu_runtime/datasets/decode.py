@@ -23,6 +23,10 @@ MAX_SCANS = 1_000
 """A JPEG of more scans is refused undecoded: a scan of 100 bytes can cost a pass over all the pixels. A progressive
 picture has about ten; the mark is found by chance once in 64 KiB of what may follow it, such as a film."""
 
+OVERSAMPLING = 2.0
+"""A JPEG's own scaling is coarse: straight to the target's size it moves a value by 4 to 6 of 255 on average, from
+twice as large by 1 to 2."""
+
 _NOT_WHOLE = "not a whole picture"
 _TRANSPOSED = {  # EXIF orientation → the transposition that turns the picture upright; 1 is upright
     2: "FLIP_LEFT_RIGHT",
@@ -36,12 +40,14 @@ _TRANSPOSED = {  # EXIF orientation → the transposition that turns the picture
 
 
 def decode_image(path: Path, target: npt.NDArray[np.uint8], crop_fraction: float) -> None:
-    """Decode into `target` `[H, W, 3]`: centre square of the upright picture, resized bilinearly, RGB.
+    """Decode into `target` `[H, W, 3]`: the centre square of the upright picture, to half a pixel, resized by averaging
+    what falls on each pixel, RGB.
 
-    Transparency is dropped, of an animation the first picture is taken, and a JPEG is decoded at a reduced scale
-    when the target is small. Raises `RowError` for whatever is not a whole, sane picture; a file that was
-    cut short never becomes half a grey one. What was overwritten in the middle of a JPEG or a WebP may pass: they carry
-    no checksum.
+    Transparency is dropped, of an animation the first picture is taken. A JPEG much larger than the target is decoded
+    at a reduced scale, at least `OVERSAMPLING` times the target. Raises `RowError` for whatever is not a whole, sane
+    picture: a JPEG that its decoder has to guess at counts as none, and a file that was cut short never becomes half a
+    grey one. What was overwritten in the middle of a WebP or a BMP may pass, and some of it in a JPEG, if it still
+    decodes: they carry no checksum.
     """
     from PIL import Image
 
@@ -58,31 +64,63 @@ def decode_image(path: Path, target: npt.NDArray[np.uint8], crop_fraction: float
             _check_pixels(opened.width, opened.height)
             if kind == "PNG":  # loading does not look at the checksums of the pixels' chunks
                 Image.open(io.BytesIO(data), formats=(kind,)).verify()
-            if kind == "JPEG":
-                if data.count(b"\xff\xda") > MAX_SCANS:
-                    raise RowError("decode", f"more than {MAX_SCANS} scans")
-                side = math.ceil(max(width, height) / crop_fraction)
-                opened.draft("RGB", (side, side))
-            opened.load()
-            image: Any = opened
+            if kind == "JPEG" and data.count(b"\xff\xda") > MAX_SCANS:
+                raise RowError("decode", f"more than {MAX_SCANS} scans")
             turn = _TRANSPOSED.get(_orientation_of(opened))
-            if turn is not None:
-                image = image.transpose(Image.Transpose[turn])
-            if image.mode.startswith("I;16"):  # convert() would clip all but the darkest to white
-                image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-            if image.mode != "RGB":
-                image = image.convert("RGB")
-            side = min(image.width, image.height) * crop_fraction
-            left, top = (image.width - side) / 2, (image.height - side) / 2
-            box = (left, top, left + side, top + side)
-            image = image.resize((width, height), Image.Resampling.BILINEAR, box=box, reducing_gap=2.0)
-            target[:] = np.asarray(image)
+            if kind == "JPEG" and opened.mode in ("RGB", "L"):
+                pixels = _jpeg_pixels(data, math.ceil(OVERSAMPLING * max(width, height) / crop_fraction))
+            else:
+                pixels = _pillow_pixels(opened)
+        if turn is not None:
+            pixels = np.asarray(Image.fromarray(pixels).transpose(Image.Transpose[turn]))
+        _centre_square(pixels, target, crop_fraction)
     except (RowError, MemoryError):  # no memory is the machine's fault, not the row's
         raise
     except Image.DecompressionBombError as error:  # Pillow's own limit is higher, but it looks first
         raise RowError("decode", _too_many_pixels()) from error
     except Exception as error:  # Pillow's decoders raise OSError, ValueError, SyntaxError, struct.error, …
         raise RowError("decode", _NOT_WHOLE) from error
+
+
+def _jpeg_pixels(data: bytes, side: int) -> npt.NDArray[np.uint8]:
+    """Upright or not, at the smallest scale whose shorter side is no less than `side`. Pillow goes on where the
+    decoder warns that the data are damaged; this does not."""
+    import simplejpeg
+
+    return simplejpeg.decode_jpeg(  # type: ignore[no-any-return]
+        data, "RGB", fastdct=False, fastupsample=False, min_height=side, min_width=side, strict=True
+    )
+
+
+def _pillow_pixels(opened: Any) -> npt.NDArray[np.uint8]:
+    from PIL import Image
+
+    opened.load()
+    image = opened
+    if image.mode.startswith("I;16"):  # convert() would clip all but the darkest to white
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    return np.asarray(image if image.mode == "RGB" else image.convert("RGB"))
+
+
+def _centre_square(pixels: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8], crop_fraction: float) -> None:
+    import cv2
+
+    shorter = min(pixels.shape[:2])
+    side = shorter * crop_fraction
+    # As much left over on one side as on the other, so that the centre stays where it is: no shift, at the cost of
+    # half a pixel at the edges.
+    top, left = (max(0, round((length - side) / 2)) for length in pixels.shape[:2])
+    # Averaging areas is for making smaller; it would leave blocks behind where a picture gets larger.
+    how = cv2.INTER_AREA if side >= max(target.shape[:2]) else cv2.INTER_LINEAR
+    square = pixels[top : pixels.shape[0] - top, left : pixels.shape[1] - left]
+    target[:] = cv2.resize(square, (target.shape[1], target.shape[0]), interpolation=how)
+
+
+def use_one_thread() -> None:
+    """OpenCV would cut each picture into pieces for all cores."""
+    import cv2
+
+    cv2.setNumThreads(1)
 
 
 def _bytes_of(path: Path) -> bytes:

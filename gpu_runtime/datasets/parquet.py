@@ -19,6 +19,7 @@ from gpu_runtime.datasets.partition import (
     as_text,
     day_files,
     day_folder,
+    is_special,
     origins_of,
     reading_of,
 )
@@ -65,7 +66,7 @@ class ParquetSource:
         shards: list[ShardTask] = []
         reading = reading_of(self)
         for path in day_files(folder, (".parquet",), hidden=(".", "_")):
-            if path.exists() and not path.is_file():  # a pipe would be waited for
+            if is_special(path):
                 raise _unreadable("not a regular file", f"{day}/{path.relative_to(folder).as_posix()}", None)
             try:
                 fingerprint = FileFingerprint.of(path, folder)
@@ -278,7 +279,7 @@ class ParquetReader:
     def _copy(self, spec: TensorSpec, start: int, stop: int, target: npt.NDArray[Any]) -> bool:
         """Fill `target` from columns that hold plain numbers only; False when a row of it has to be looked at."""
         arrays = [self._arrays.get(column) for column in self._source.columns[spec.name]]
-        if any(array is None or not _fits(array.dtype, spec.numpy_dtype) for array in arrays):
+        if any(array is None or not _fits(array.dtype, spec) for array in arrays):
             return False
         with np.errstate(over="ignore"):  # becomes infinite, which the range does not hold
             for place, array in enumerate(arrays):
@@ -340,16 +341,17 @@ def _as_array(column: Any) -> npt.NDArray[Any] | None:
     return column.chunk(0).to_numpy(zero_copy_only=True)  # type: ignore[no-any-return]
 
 
-def _fits(found: np.dtype[Any], declared: np.dtype[Any]) -> bool:
-    """Whether a cast keeps what a number says, or makes it infinite."""
-    return declared.kind == "f" or np.can_cast(found, declared, "safe")
+def _fits(found: np.dtype[Any], spec: TensorSpec) -> bool:
+    """Whether a cast keeps what a number says. One that rounds will do where there is no range to be on the edge of."""
+    ranged = spec.minimum is not None or spec.maximum is not None
+    return np.can_cast(found, spec.numpy_dtype, "safe") or (spec.numpy_dtype.kind == "f" and not ranged)
 
 
 def _values_of(column: Any) -> list[Any]:
     """The column's cells; None for a null, and for what Python cannot hold: text that is no UTF-8, the year 10000."""
     try:
         return column.to_pylist()  # type: ignore[no-any-return]
-    except (ValueError, OverflowError):
+    except Exception:  # ValueError and OverflowError, but an unknown time zone is a KeyError
         if len(column) == 1:
             return [None]
         half = len(column) // 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import errno
 import os
+import stat
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,11 +28,8 @@ class FileFingerprint:
 
     @staticmethod
     def of(path: Path, folder: Path) -> FileFingerprint:
-        try:
-            stat = path.stat()
-        except OSError:
-            stat = path.lstat()  # a link to nothing, or to itself: a file that cannot be read
-        return FileFingerprint(path.relative_to(folder).as_posix(), stat.st_size, stat.st_mtime_ns)
+        found = stat_of(path) or path.lstat()  # a link to nothing, or to itself: a file that cannot be read
+        return FileFingerprint(path.relative_to(folder).as_posix(), found.st_size, found.st_mtime_ns)
 
 
 @dataclass(frozen=True)
@@ -154,6 +152,20 @@ def reading_of(source: Any) -> str:
     return digest_of({name: value for name, value in vars(source).items() if name not in place})
 
 
+def stat_of(path: Path) -> os.stat_result | None:
+    """Of what is there; None where nothing can be reached. (`Path.exists` raises where a folder is locked.)"""
+    try:
+        return path.stat()
+    except OSError:
+        return None
+
+
+def is_special(path: Path) -> bool:
+    """A pipe, a socket or a device, which would be waited for; or a folder."""
+    found = stat_of(path)
+    return found is not None and not stat.S_ISREG(found.st_mode)
+
+
 def day_folder(root: Path, day: str) -> Path:
     """`<root>/<day>`, which must exist."""
     try:
@@ -181,6 +193,15 @@ def day_files(folder: Path, suffixes: Container[str], hidden: tuple[str, ...]) -
     is an empty day.
     """
     seen = sorted(_files_below(folder, hidden))
+    for path in seen:
+        if path.suffix.lower() not in suffixes and path.is_symlink() and stat_of(path) is None:
+            raise DatasetError(
+                "a link of the day leads nowhere, or where this user may not go",
+                stage="dataset",
+                item=as_text(f"{folder.name}/{path.relative_to(folder).as_posix()}"),
+                expected="what it links to; it may be a folder of files",
+                next_step="bring it back, give this user the right to read it, or remove the link",
+            )
     files = [path for path in seen if path.suffix.lower() in suffixes]
     if seen and not files:
         raise DatasetError(
@@ -188,7 +209,7 @@ def day_files(folder: Path, suffixes: Container[str], hidden: tuple[str, ...]) -
             stage="dataset",
             item=folder.name,
             expected=str(suffixes),
-            got=f"{len(seen)} others, the first {seen[0].name}",
+            got=f"{len(seen)} others, the first {as_text(seen[0].name)}",
             next_step="land the day in the declared format; a day without rows is an empty folder",
         )
     return files
@@ -205,10 +226,11 @@ def _files_below(folder: Path, hidden: tuple[str, ...]) -> Iterator[Path]:
             next_step="give this user the right to read it; a day without rows is an empty folder",
         ) from error
 
-    known: set[str] = set()
+    known, top = set[str](), os.path.realpath(folder)
     for root, folders, files in os.walk(folder, followlinks=True, onerror=refuse):
         here = os.path.realpath(root)
-        if here in known:  # a link to a folder above it, or a second one to the same folder
+        above = here != top and os.path.commonpath([here, top]) == here
+        if above or here in known:  # a link to a folder above it, or a second one to the same folder
             folders.clear()
             continue
         known.add(here)

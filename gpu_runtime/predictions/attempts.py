@@ -25,7 +25,7 @@ from gpu_runtime.predictions.storage import Folder
 
 _RENEWALS_PER_LEASE = 5
 _GRACE_S = 10.0
-_RECORD = re.compile(r"/[0-9a-f]{32}\.json$")
+_RECORD = re.compile(r"/[0-9a-f]{32}(\.dead)?\.json$")
 
 
 @dataclass(frozen=True)
@@ -101,6 +101,11 @@ class Attempt:
         self._publications.append(number)
         self.renew()
 
+    def check_wanted(self) -> None:
+        """Raises `PublicationConflictError` once the run has ended: storage hung for so long that it gave up."""
+        if self._ended.is_set():
+            raise PublicationConflictError("its run has given up waiting", stage="publish", item=self.day)
+
     def renew(self) -> None:
         """A sign of life. Raises `PublicationConflictError` if another run took this one for dead and cleaned its
         files away: from then on it can publish nothing."""
@@ -128,7 +133,9 @@ class Attempt:
             except (ValueError, KeyError, TypeError):
                 ended, publications = False, ()  # whoever wrote it is known by the file's name alone
             if ended or own.modified - file.modified > self._lease:
-                found.append(DeadAttempt(name.partition("/")[0], PurePosixPath(name).stem, publications))
+                found.append(
+                    DeadAttempt(name.partition("/")[0], PurePosixPath(name).name.partition(".")[0], publications)
+                )
         return found
 
     def forget(self, dead: DeadAttempt) -> None:
@@ -136,9 +143,10 @@ class Attempt:
         self._folder.sweep(dead.day, dead.id)
 
     def keep_in_mind(self, dead: DeadAttempt) -> None:
-        """Only files of shards that it finished are left."""
-        record = {"id": dead.id, "run_id": "", "publications": [], "ended": True}
-        self._folder.write(AttemptTicket(dead.day, "", dead.id).record, json.dumps(record).encode())
+        """Only files of shards that it finished are left. Its own record goes: so it learns that it is dead."""
+        record = {"id": dead.id, "publications": [], "ended": True}
+        self._folder.write(f"{dead.day}/{dead.id}.dead.json", json.dumps(record).encode())
+        self._folder.delete([f"{dead.day}/{dead.id}.json"])
 
     def _write(self, *, over: bool = False) -> None:
         with self._lock:  # around the record too: a renewal must not undo what was added meanwhile

@@ -254,6 +254,7 @@ class PredictionTable:
                     got=str(found),
                     next_step="look at the day; run it again if the other run was the wrong one",
                 )
+            attempt.check_wanted()
             try:
                 table.create_write_transaction(
                     actions,

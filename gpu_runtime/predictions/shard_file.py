@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from gpu_runtime.datasets.partition import repeated
+from gpu_runtime.datasets.partition import ORIGIN, repeated
 from gpu_runtime.errors import SpecError
 from gpu_runtime.predictions.storage import FileWriter, Folder
 from gpu_runtime.specs import TensorSpec, digest_of
@@ -40,6 +41,15 @@ class PredictionSchema:
     class_names: Mapping[str, tuple[str, ...]]
 
     def __post_init__(self) -> None:
+        columns = Counter(field.name for field in self.fields())
+        if twice := [name for name, count in columns.items() if count > 1]:
+            raise SpecError(
+                "two columns of the predictions have one name",
+                stage="score",
+                item=twice[0],
+                expected="names other than " + ", ".join((*ORIGIN, *_PROVENANCE)),
+                next_step="give the output another name in defs.yaml",
+            )
         declared = {spec.name: spec for spec in self.outputs}
         for name, names in self.class_names.items():
             spec = declared.get(name)
@@ -67,7 +77,7 @@ class PredictionSchema:
             pa.field("source_position", pa.int64()),
         ]
         for spec in self.outputs:
-            value = pa.from_numpy_dtype(spec.numpy_dtype)
+            value = pa.from_numpy_dtype(_stored(spec))
             fields.append(pa.field(spec.name, value if not spec.shape else pa.list_(value)))
             if spec.name in self.class_names:
                 fields.append(pa.field(label_column(spec.name), pa.list_(pa.string()) if spec.shape else pa.string()))
@@ -119,7 +129,7 @@ class ShardWriter:
         count = origins.num_rows
         arrays: list[Any] = list(origins.columns)
         for spec in self._schema.outputs:
-            values = np.array(outputs[spec.name], spec.numpy_dtype, copy=True)
+            values = np.array(outputs[spec.name], _stored(spec), copy=True)
             arrays.append(_column(values, pa.array(values.ravel())))
             names = self._schema.class_names.get(spec.name)
             if names is not None:
@@ -149,6 +159,12 @@ class ShardWriter:
         if self._pending:
             self._writer.write_table(pa.Table.from_batches(self._pending, self._arrow))
         self._pending, self._pending_rows = [], 0
+
+
+def _stored(spec: TensorSpec) -> np.dtype[Any]:
+    """What the output's numbers are kept as: Delta has neither unsigned nor half-precision columns."""
+    kept = {"uint8": "int16", "uint16": "int32", "uint32": "int64", "float16": "float32"}
+    return np.dtype(kept.get(spec.dtype, spec.dtype))
 
 
 def _in_memory(schema: PredictionSchema) -> Any:

@@ -278,7 +278,7 @@ def test_files_of_live_runs_are_never_touched(disk: Any, days: Any) -> None:
         assert half.commit()[0] == 20 << 20
         # Of another day the shard that is finished stays, and what tells the day's next run of it.
         assert [name.split("/part-")[1][:6] for name in files_of(table, TUESDAY)] == ["000000"]
-        assert attempts_of(table, TUESDAY) == {f"attempts/{TUESDAY}/{far.id}.json"}
+        assert attempts_of(table, TUESDAY) == {f"attempts/{TUESDAY}/{far.id}.dead.json"}
         days.publish(table, TUESDAY, [0.25])
         assert len(files_of(table, TUESDAY)) == 1 and not attempts_of(table, TUESDAY)
         days.commit(table, live, days.shard(table, live, [1.0]), previous=number)

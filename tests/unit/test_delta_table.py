@@ -338,6 +338,30 @@ def test_a_single_class_is_a_plain_name(table: PredictionTable, days: Any) -> No
 
 
 @pytest.mark.parametrize(
+    ("dtype", "values"),
+    [("uint8", [200, 255]), ("float16", [0.5, 65504]), ("int8", [-128, 127]), ("bool", [True, False])],
+)
+def test_numbers_that_delta_has_no_type_for_are_kept_in_a_wider_one(
+    table: PredictionTable, days: Any, dtype: Any, values: list[float]
+) -> None:
+    schema = PredictionSchema((TensorSpec("score", dtype), TensorSpec("mask", dtype, (2,))), {})
+    given = np.asarray(values, dtype)
+    with table.attempt(MONDAY, "run") as attempt:
+        outputs = {"score": given, "mask": np.stack([given, given])}
+        days.commit(table, attempt, days.shard(table, attempt, [0, 0], schema=schema, outputs=outputs), schema=schema)
+    frame = table.read_day(MONDAY).sort_values("source_position")
+    assert frame["score"].tolist() == given.tolist() and frame["mask"].iloc[1].tolist() == given.tolist()
+    assert table.sample_outputs(MONDAY, schema.outputs, 10)[0]["mask"].tolist() == [given.tolist()] * 2
+
+
+@pytest.mark.parametrize("name", ["row_key", "run_id", "class_label"])
+def test_an_output_with_the_name_of_another_column_is_refused(name: str) -> None:
+    outputs = (TensorSpec("class_index", "int32", (), 0, 1), TensorSpec(name, "float32"))
+    with pytest.raises(SpecError, match=f"{name}: two columns"):
+        PredictionSchema(outputs, {"class_index": ("cat", "dog")})
+
+
+@pytest.mark.parametrize(
     ("spec", "named"),
     [
         (TensorSpec("probability", "float32", (), 0, 1), "probability"),
@@ -392,7 +416,7 @@ def test_a_column_of_another_type_is_refused_and_nothing_is_published(table: Pre
 @pytest.mark.parametrize(
     "other",
     [
-        PredictionSchema((TensorSpec("score", "float16"),), {}),
+        PredictionSchema((TensorSpec("score", "int64"),), {}),
         PredictionSchema((TensorSpec("score", "float32", (2,)),), {}),
         PredictionSchema((TensorSpec("value", "float32"),), {}),
     ],

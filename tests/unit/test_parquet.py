@@ -706,3 +706,24 @@ def test_a_pipe_among_the_files_is_named_and_not_waited_for(flights: Any, tmp_pa
     os.mkfifo(tmp_path / DAY / "pipe.parquet")
     with pytest.raises(DatasetError, match=r"pipe.parquet: not a regular file"):
         flights.source(tmp_path).partition(DAY)
+
+
+@pytest.mark.parametrize(
+    ("cell", "column"),
+    [(1 + 1e-9, pa.float64()), (-1e-60, pa.float64()), (16_777_217, pa.int64())],
+    ids=["a little above", "a little below", "more than float32 tells apart"],
+)
+@pytest.mark.parametrize("neighbour", ["good", "bad"])
+def test_whether_a_row_is_good_does_not_depend_on_its_neighbours(
+    tmp_path: Path, cell: float, column: pa.DataType, neighbour: str
+) -> None:
+    """The batch is another in every run; the cell lies outside the range by less than the input's type tells."""
+    spec = TensorSpec("x", "float32", (), 0, 16_777_216 if column == pa.int64() else 1)
+    (tmp_path / DAY).mkdir()
+    pq.write_table(
+        pa.table({"x": pa.array([cell, 100_000_000 if neighbour == "bad" else 1], column)}),
+        tmp_path / DAY / "a.parquet",
+    )
+    source = ParquetSource(str(tmp_path), (spec,), {"x": ("x",)})
+    failures = numpy_rows(source, source.partition(DAY).shards[0])[1]
+    assert [failure.row for failure in failures] == ([0, 1] if neighbour == "bad" else [0])

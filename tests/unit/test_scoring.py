@@ -664,6 +664,34 @@ HANGS: dict[str, tuple[Any, str]] = {  # where a run hangs → the stage that is
     "counting": (PredictionTable.count_day, "check"),
     "review": (scoring.review_outputs, "check"),
 }
+
+
+def test_a_shard_whose_opening_hangs_is_left_behind_by_a_run_that_ends_for_another_reason(
+    flights: Any, root: Path, score: Any, engine: EngineWatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next shard is opened while one is scored: a library may hang in it though nobody waits for it any more."""
+    left: list[Callable[[], bool]] = []
+    monkeypatch.setattr(scoring, "leave_behind", left.append)
+    opening, let_go = threading.Event(), threading.Event()
+
+    def hang(task: ShardTask) -> None:
+        if task.index == 1:
+            opening.set()
+            let_go.wait()
+
+    def lose(given: Sequence[float]) -> None:
+        opening.wait(10)
+        raise DeviceError("is lost", stage="execute")
+
+    engine.during = lose
+    with pytest.raises(DeviceError, match="is lost"):
+        score(
+            CountingSource(flights.source(root, rows_per_shard=10), hang), policy=ScoringPolicy(1.0, stage_timeout_s=2)
+        )
+    assert [done() for done in left] == [False]
+    let_go.set()
+
+
 FAST = {("looking up", "fails"), ("commit", "succeeds"), ("counting", "fails")}
 
 
