@@ -240,7 +240,8 @@ class Scorer:
             # The next shard is opened while this one is scored; one ahead bounds the memory.
             opening.extend(pool.submit(partial(open_shard, task)) for task in tasks[:1])
             for number, task in enumerate(tasks):
-                reader = opening.pop().result()
+                reader = opening[0].result()  # it stays there as long as it is waited for
+                opening.clear()
                 opening.extend(pool.submit(partial(open_shard, after)) for after in tasks[number + 1 : number + 2])
                 writer = to.table.shard_writer(to.schema, task.index, to.attempt, provenance)
                 opened.append(_OpenShard(number, task, reader, writer))
