@@ -57,6 +57,7 @@ def test_a_bare_job_that_only_has_the_stores_scores_a_day(home: Path) -> None:
     assert report is not None and report["rows_in"] == len(day) + len(table.read_quarantine("2013-09-05"))
 
 
+@pytest.mark.slow
 def test_dg_launch_scores_a_day(home: Path) -> None:
     assets = "flight_delay/flights,flight_delay/predictions"
     launched = run(home, "dg", "launch", "--assets", assets, "--partition", "2013-09-06")

@@ -137,7 +137,7 @@ def test_a_rescue_needs_the_waits_too(bench: Any, shard: Any, record: Any, execu
 
 PIECES = "                _await_all(flight.pieces)\n"
 LAST_WAITS: dict[str, tuple[str, str, str]] = {  # → (who is at work, the line, with the line before it)
-    "the caller waits for the run to settle": ("source", "            settling.join(patience)\n", ""),
+    "the caller waits for the run to settle": ("source", "            self._settled.wait(patience)\n", ""),
     "its threads are waited for": ("source", "                thread.join()\n", ""),
     "the device is waited for": ("compute", "                    event.synchronize()\n", ""),
     "pieces of a batch that comes too late": ("decode, late", PIECES, "            if self._stop.is_set():\n"),

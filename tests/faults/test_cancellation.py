@@ -34,11 +34,11 @@ def test_a_signal_ends_the_run_and_the_next_one_resumes_it(
 @pytest.mark.parametrize(
     ("point", "stage"),
     [
-        pytest.param("before write", "write"),
+        pytest.param("before write", "write", marks=pytest.mark.slow),
         pytest.param("before read", "read", marks=pytest.mark.slow),
         pytest.param("before enqueue", "compute", marks=pytest.mark.slow),
         pytest.param("before quarantine", "publish", marks=pytest.mark.slow),
-        pytest.param("before commit", "publish"),
+        pytest.param("before commit", "publish", marks=pytest.mark.slow),
         pytest.param("before clean-up", "clean-up", marks=pytest.mark.slow),
     ],
 )

@@ -61,6 +61,7 @@ def test_kills_from_outside(unscored: Any, uninterrupted: Any, tmp_path: Path, c
     assert (tally.lost, tally.duplicated, tally.wrong) == (0, 0, 0)
 
 
+@pytest.mark.slow
 def test_another_model_reuses_nothing_of_a_killed_run(fresh_home: Callable[[], Any], crashes: Any) -> None:
     home = fresh_home()
     home.materialize(kill="after receipt")
