@@ -268,7 +268,7 @@ class Scorer:
         finally:
             pool.close(wait=False)
             for shard in opening:
-                if not shard.cancel():
+                if not shard.cancel() and not shard.done():
                     leave_behind(shard.done)
         return stats
 

@@ -109,7 +109,7 @@ def _centre_square(pixels: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8],
     side = shorter * crop_fraction
     # As much left over on one side as on the other, so that the centre stays where it is: no shift, at the cost of
     # half a pixel at the edges.
-    top, left = (max(0, round((length - side) / 2)) for length in pixels.shape[:2])
+    top, left = (min(max(0, round((n - side) / 2)), (n - 1) // 2) for n in pixels.shape[:2])  # a pixel at least
     # Averaging areas is for making smaller; it would leave blocks behind where a picture gets larger.
     how = cv2.INTER_AREA if side >= max(target.shape[:2]) else cv2.INTER_LINEAR
     square = pixels[top : pixels.shape[0] - top, left : pixels.shape[1] - left]

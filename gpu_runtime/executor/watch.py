@@ -35,7 +35,7 @@ def leave_behind(done: Callable[[], bool]) -> None:
     status 1 at once: a library's own exit may wait for its threads (Arrow's does), and then for ever."""
     if not _left_behind:
         atexit.register(_end_process)
-    _left_behind.append(done)
+    _left_behind[:] = [*(other for other in _left_behind if not other()), done]
 
 
 def _end_process() -> None:

@@ -41,13 +41,13 @@ class PredictionSchema:
     class_names: Mapping[str, tuple[str, ...]]
 
     def __post_init__(self) -> None:
-        columns = Counter(field.name for field in self.fields())
+        columns = Counter(["date", *(field.name.casefold() for field in self.fields())])  # as Delta compares them
         if twice := [name for name, count in columns.items() if count > 1]:
             raise SpecError(
                 "two columns of the predictions have one name",
                 stage="score",
                 item=twice[0],
-                expected="names other than " + ", ".join((*ORIGIN, *_PROVENANCE)),
+                expected="names other than " + ", ".join(("date", *ORIGIN, *_PROVENANCE)) + ", in any case",
                 next_step="give the output another name in defs.yaml",
             )
         declared = {spec.name: spec for spec in self.outputs}

@@ -354,10 +354,10 @@ def test_numbers_that_delta_has_no_type_for_are_kept_in_a_wider_one(
     assert table.sample_outputs(MONDAY, schema.outputs, 10)[0]["mask"].tolist() == [given.tolist()] * 2
 
 
-@pytest.mark.parametrize("name", ["row_key", "run_id", "class_label"])
+@pytest.mark.parametrize("name", ["row_key", "Run_ID", "date", "class_label", "Class_Index"])
 def test_an_output_with_the_name_of_another_column_is_refused(name: str) -> None:
     outputs = (TensorSpec("class_index", "int32", (), 0, 1), TensorSpec(name, "float32"))
-    with pytest.raises(SpecError, match=f"{name}: two columns"):
+    with pytest.raises(SpecError, match=f"{name.casefold()}: two columns"):
         PredictionSchema(outputs, {"class_index": ("cat", "dog")})
 
 

@@ -436,6 +436,15 @@ def test_pixels_are_those_of_the_whole_picture_cut_and_averaged(
     assert difference.mean() < 2.5 and np.percentile(difference, 99) < 16
 
 
+@pytest.mark.parametrize("size", [(1, 1), (1, 4), (1, 500), (500, 1), (2, 3), (4, 4), (8, 8)], ids=str)
+@pytest.mark.parametrize("crop", [1.0, 0.5, 0.1])
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+def test_of_the_smallest_picture_a_pixel_is_left(tmp_path: Path, size: tuple[int, int], crop: float, kind: str) -> None:
+    path, target = land(tmp_path, "a", Image.new("RGB", size, (40, 120, 200)), kind), np.zeros((8, 8, 3), np.uint8)
+    decode_image(path, target, crop)
+    np.testing.assert_allclose(target.astype(int), np.full((8, 8, 3), (40, 120, 200)), atol=3)
+
+
 @pytest.mark.parametrize(
     ("kind", "decoder"), [("PNG", (ImageFile.ImageFile, "load")), ("JPEG", (simplejpeg, "decode_jpeg"))]
 )
