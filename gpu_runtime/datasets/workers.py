@@ -23,9 +23,15 @@ class WorkerPool:
         self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
+        self._closed = False
         self.busy_s = 0.0
 
     def submit(self, piece: Callable[[], T]) -> Future[T]:
+        """Once the pool is closed the piece counts as cancelled: whoever was given up on may still bring some."""
+        if self._closed:
+            late: Future[T] = Future()
+            late.cancel()
+            return late
         if len(self._threads) < self.workers:
             thread = threading.Thread(target=self._run, name=f"{self._name}-{len(self._threads)}", daemon=True)
             thread.start()
@@ -56,6 +62,7 @@ class WorkerPool:
 
     def close(self, wait: bool = True) -> None:
         """End the threads once their present piece is done; pieces that nobody cancelled are done before."""
+        self._closed = True
         for _ in self._threads:
             self._work.put(None)
         if wait:

@@ -670,6 +670,7 @@ def test_a_shard_whose_opening_hangs_is_left_behind_by_a_run_that_ends_for_anoth
     flights: Any, root: Path, score: Any, engine: EngineWatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next shard is opened while one is scored: a library may hang in it though nobody waits for it any more."""
+    before = set(threading.enumerate())
     left: list[Callable[[], bool]] = []
     monkeypatch.setattr(scoring, "leave_behind", left.append)
     opening, let_go = threading.Event(), threading.Event()
@@ -690,6 +691,9 @@ def test_a_shard_whose_opening_hangs_is_left_behind_by_a_run_that_ends_for_anoth
         )
     assert [done() for done in left] == [False]
     let_go.set()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(10)
+    assert not [thread.name for thread in set(threading.enumerate()) - before]
 
 
 FAST = {("looking up", "fails"), ("commit", "succeeds"), ("counting", "fails")}
@@ -754,7 +758,7 @@ def test_what_hangs_beside_the_executor_ends_the_range_and_the_next_run_makes_th
     left = set(threading.enumerate()) - before
     for thread in left:
         thread.join(10)
-    assert ended.wait(10) and not any(thread.is_alive() for thread in left), "a thread lives on"
+    assert ended.wait(10) and not [thread.name for thread in left if thread.is_alive()]
     done = score(source)
     assert (done.published, done.published_quarantined, done.accounted) == (49, 1, True)
     quarantine, runs = (DeltaTable(folder.uri).to_pandas() for folder in (table.quarantine, table.runs))
