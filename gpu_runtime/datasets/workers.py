@@ -31,6 +31,7 @@ class WorkerPool:
         if self._closed:
             late: Future[T] = Future()
             late.cancel()
+            late.set_running_or_notify_cancel()  # or whoever waits for it waits for ever
             return late
         if len(self._threads) < self.workers:
             thread = threading.Thread(target=self._run, name=f"{self._name}-{len(self._threads)}", daemon=True)
