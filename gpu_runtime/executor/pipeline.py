@@ -27,7 +27,8 @@ Failure contract:
      a slot's memory. After a failed run the executor can be used again.
   8. A piece of work that takes longer than `stage_timeout_s` ends the run with `StalledError`, which names its
      stage. An interrupt ends it as soon as the pieces of work in hand are done. If they are not done within
-     seconds they are left behind, on daemon threads, and the executor refuses to be used again.
+     seconds they are left behind, on daemon threads; the executor refuses to be used again, and a process in which
+     they hang to its end ends with status 1.
 """
 
 from __future__ import annotations

@@ -25,14 +25,13 @@ GRACE_S = 5.0
 
 _PACKAGE = Path(__file__).parent.parent
 
-
 _left_behind: list[Callable[[], bool]] = []
 
 
 def leave_behind(done: Callable[[], bool]) -> None:
-    """Give work up that hangs; `done` tells whether it still does (a thread whose `join` was interrupted counts as
-    dead, so it is no use to ask that). If so when the process has nothing else to do, the process ends with
-    status 1 at once: a library's own exit may wait for its threads (Arrow's does), and then for ever."""
+    """Give work up that hangs; `done` tells whether it has ended (no use to ask its thread: one whose `join` was
+    interrupted counts as dead). If it has not when the process has nothing else to do, the process ends with status 1
+    at once: a library's own exit may wait for its threads (Arrow's does), and then for ever."""
     if not _left_behind:
         atexit.register(_end_process)
     _left_behind[:] = [*(other for other in _left_behind if not other()), done]

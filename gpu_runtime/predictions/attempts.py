@@ -30,7 +30,7 @@ _RECORD = re.compile(r"/[0-9a-f]{32}(\.dead)?\.json$")
 
 @dataclass(frozen=True)
 class DeadAttempt:
-    """`publications` are those it drew; whether it committed one, the table knows."""
+    """`publications` are those it noted; whether it committed one, the table knows."""
 
     day: str
     id: str
@@ -104,7 +104,9 @@ class Attempt:
     def check_wanted(self) -> None:
         """Raises `PublicationConflictError` once the run has ended: storage hung for so long that it gave up."""
         if self._ended.is_set():
-            raise PublicationConflictError("its run has given up waiting", stage="publish", item=self.day)
+            raise PublicationConflictError(
+                "its run has given up waiting", stage="publish", item=self.day, next_step="run the day again"
+            )
 
     def renew(self) -> None:
         """A sign of life. Raises `PublicationConflictError` if another run took this one for dead and cleaned its

@@ -197,7 +197,8 @@ class PredictionTable:
             with around(self._faults, "commit"):
                 self._commit(table, schema, attempt, files, publication, record, previous)
         except PublicationConflictError:
-            self._delete_rows([(day, publication)])  # whoever took this attempt for dead may have looked before
+            with contextlib.suppress(Exception):  # the conflict is what has to be told
+                self._delete_rows([(day, publication)])  # whoever took this attempt for dead may have looked before
             raise
         return publication
 
