@@ -759,6 +759,7 @@ def test_what_hangs_beside_the_executor_ends_the_range_and_the_next_run_makes_th
     for thread in left:
         thread.join(10)
     assert ended.wait(10) and not [thread.name for thread in left if thread.is_alive()]
+    assert (table.current_publication(DAY) is not None) is published, "published by work that nobody waited for"
     done = score(source)
     assert (done.published, done.published_quarantined, done.accounted) == (49, 1, True)
     quarantine, runs = (DeltaTable(folder.uri).to_pandas() for folder in (table.quarantine, table.runs))
