@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from gpu_runtime.errors import SpecError
 
-Dtype = Literal["float32", "float16", "uint8", "int8", "int32", "int64", "bool"]
+Dtype = Literal["float32", "float16", "uint8", "int8", "uint16", "int16", "int32", "int64", "bool"]
 Precision = Literal["fp32", "int8"]
 Scheme = Literal["vnni", "tensorrt"]
 """How INT8 is laid out: `vnni` = unsigned activations, signed weights (x86 CPUs); `tensorrt` = both

@@ -16,7 +16,7 @@ from gpu_runtime.errors import SpecError
 from gpu_runtime.quality.gate import GatePolicy
 from gpu_runtime.quantize.int8 import Int8Recipe
 from gpu_runtime.scoring import ScoringPolicy
-from gpu_runtime.specs import ImageNormalization, ModelSpec, OnnxSource, TensorSpec, TopK, TorchSource
+from gpu_runtime.specs import Dtype, ImageNormalization, ModelSpec, OnnxSource, TensorSpec, TopK, TorchSource
 from inference_dags.pipeline import Pipeline, RowsFrom, days_between
 
 
@@ -28,7 +28,7 @@ class InputSettings(Settings):
     """One input as the dataset supplies it. `shape` is one row's."""
 
     name: str
-    dtype: Literal["float32", "float16", "uint8", "int8", "int32", "int64", "bool"]
+    dtype: Dtype
     shape: list[int] = Field(default=[])
     minimum: float | None = None
     maximum: float | None = None
