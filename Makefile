@@ -44,14 +44,14 @@ clean:
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[cpu,rtx,flight-delay,photo-tags,dev]'
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[cpu,rtx,text,flight-delay,photo-tags,dev]'
 	touch $@
 
 # Ray and Daft ask for older versions of these two than the release was tested with.
 .venv-bench/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-bench
 	grep -vE '^(pyarrow|tqdm)==' constraints.txt > .venv-bench/constraints.txt
-	.venv-bench/bin/pip install --quiet -c .venv-bench/constraints.txt -e '.[cpu,bench]'
+	.venv-bench/bin/pip install --quiet -c .venv-bench/constraints.txt -e '.[cpu,text,bench]'
 	touch $@
 
 .dagster/dagster.yaml: dagster.yaml

@@ -50,9 +50,9 @@ class Case:
             decode_s=self.decode_s,
             decode_pieces=64,
             decode_workers=16,
-            copy_in_bytes_per_s=LINK_BYTES_PER_S * ROW.row_nbytes / self.nbytes_in,
+            copy_in_bytes_per_s=LINK_BYTES_PER_S * ROW.nbytes(1) / self.nbytes_in,
             compute_s=self.compute_s,
-            copy_out_bytes_per_s=LINK_BYTES_PER_S * ROW.row_nbytes / self.nbytes_out,
+            copy_out_bytes_per_s=LINK_BYTES_PER_S * ROW.nbytes(1) / self.nbytes_out,
             write_s=self.write_s,
         )
 

@@ -154,6 +154,7 @@ class Scorer:
                         engine,
                         self._device,
                         batch=min(plan.batch, fits or plan.batch),
+                        lengths=plan.lengths,
                         decode_workers=plan.decode_workers,
                         stage_timeout_s=self.policy.stage_timeout_s,
                         ceiling_lowered=lambda rows: self._ceilings.lower(plan.engine_digest, plan.device_class, rows),
@@ -342,7 +343,8 @@ def _write_rows(shard: _OpenShard, scored: ScoredBatch) -> list[QuarantinedRow]:
     """Add a batch's rows to its shard; returns those that go to quarantine instead."""
     failed = {failure.row for failure in scored.failures}
     start, stop = scored.batch.start, scored.batch.stop
-    origins, outputs = shard.reader.origins(start, stop), scored.outputs
+    origins, outputs, order = shard.reader.origins(start, stop), scored.outputs, shard.reader.order
+    places = None if order is None else order[start:stop]
     quarantined = [
         QuarantinedRow(
             **origins.slice(one.row, 1).to_pylist()[0],
@@ -355,8 +357,9 @@ def _write_rows(shard: _OpenShard, scored: ScoredBatch) -> list[QuarantinedRow]:
     if failed:
         kept = np.asarray([row for row in range(stop - start) if row not in failed], np.int64)
         origins, outputs = origins.take(kept), {name: values[kept] for name, values in outputs.items()}
+        places = None if places is None else places[kept]
     if origins.num_rows:
-        shard.writer.append(origins, outputs)
+        shard.writer.append(origins, outputs, places)
     shard.quarantined.extend(quarantined)
     return quarantined
 
@@ -517,7 +520,7 @@ def run_report(
             "of_shared_cpu_bound": stats.efficiency,
             "bottleneck": stats.bottleneck,
             "relief": stats.relief,
-            "padded_rows": stats.padded_rows,
+            "padded_elements": stats.padded_elements,
             "padding": stats.padding,
             "latency_p50_ms": stats.latency_p50_ms,
             "latency_p90_ms": stats.latency_p90_ms,

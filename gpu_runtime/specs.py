@@ -23,6 +23,9 @@ Scheme = Literal["vnni", "tensorrt"]
 """How INT8 is laid out: `vnni` = unsigned activations, signed weights (x86 CPUs); `tensorrt` = both
 signed and symmetric, no bias Q/DQ (the only layout TensorRT's parser takes)."""
 
+LENGTH = -1
+"""In a row's shape: the dimension in which rows differ (tokens, samples, slices)."""
+
 _NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
 
 
@@ -51,6 +54,9 @@ def digest_of(value: Any) -> str:
 class TensorSpec:
     """One named tensor. `shape` is that of **one row**; in a batch it is `[N, *shape]`.
 
+    One dimension may be `LENGTH` (-1): it differs from row to row, and rows are padded with `filler` to the length of
+    their batch. A `mask` is such an input that nobody supplies: 1 where the row has values, 0 where it is padded.
+
     `minimum` and `maximum` bound every element. An input row outside them is quarantined before it reaches a
     device, because one bad index can end a CUDA context for everybody; an output row outside them, or one that
     `varies` and whose values are all the same, is quarantined instead of published.
@@ -62,6 +68,7 @@ class TensorSpec:
     minimum: float | None = None
     maximum: float | None = None
     varies: bool = False
+    mask: bool = False
 
     def __post_init__(self) -> None:
         if not _NAME.match(self.name):
@@ -75,8 +82,22 @@ class TensorSpec:
                 got=self.dtype,
             )
         object.__setattr__(self, "shape", tuple(int(n) for n in self.shape))
-        if any(n < 1 for n in self.shape):
-            raise SpecError("a row's shape has a dimension below 1", stage="spec", item=self.name, got=str(self.shape))
+        if any(n < 1 and n != LENGTH for n in self.shape) or self.shape.count(LENGTH) > 1:
+            raise SpecError(
+                "not a row's shape",
+                stage="spec",
+                item=self.name,
+                expected="dimensions of 1 and above, at most one of them -1: that in which rows differ",
+                got=str(self.shape),
+            )
+        if self.mask and (self.shape != (LENGTH,) or (self.minimum, self.maximum) != (None, None)):
+            raise SpecError(
+                "cannot be a mask",
+                stage="spec",
+                item=self.name,
+                expected="the shape [-1] and no range of its own: it holds ones and zeros",
+                got=f"{self.shape}, {self.minimum} … {self.maximum}",
+            )
         if self.minimum is not None and self.maximum is not None and not self.minimum <= self.maximum:
             raise SpecError(
                 "its range holds nothing",
@@ -91,11 +112,31 @@ class TensorSpec:
         return np.dtype(self.dtype)
 
     @property
-    def row_nbytes(self) -> int:
-        return math.prod(self.shape) * self.numpy_dtype.itemsize
+    def has_length(self) -> bool:
+        """Whether rows differ in a dimension."""
+        return LENGTH in self.shape
 
-    def batch_shape(self, batch: int) -> tuple[int, ...]:
-        return (batch, *self.shape)
+    @property
+    def filler(self) -> Any:
+        """What stands where there is no value: zero, or the nearest value that the range allows."""
+        value = 0.0
+        if self.minimum is not None:
+            value = max(value, self.minimum)
+        if self.maximum is not None:
+            value = min(value, self.maximum)
+        return np.asarray(value).astype(self.numpy_dtype)
+
+    def batch_shape(self, batch: int, length: int | None = None) -> tuple[int, ...]:
+        """`[batch, *shape]`, of rows padded to `length` where they differ."""
+        if not self.has_length:
+            return (batch, *self.shape)
+        if length is None:
+            raise ValueError(f"rows of {self.name!r} differ in length: say what they are padded to")
+        return (batch, *(length if n == LENGTH else n for n in self.shape))
+
+    def nbytes(self, batch: int, length: int | None = None) -> int:
+        """Of a whole batch."""
+        return math.prod(self.batch_shape(batch, length)) * self.numpy_dtype.itemsize
 
     def holds(self, values: npt.NDArray[Any]) -> bool:
         """Whether all of `values` are finite and inside the declared range; told by their extremes, in one pass."""
@@ -105,6 +146,23 @@ class TensorSpec:
         least = -np.inf if self.minimum is None else self.minimum
         most = np.inf if self.maximum is None else self.maximum
         return bool(np.isfinite(low) and np.isfinite(high) and low >= least and high <= most)
+
+    def outside(self, values: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+        """Which of `values`, numbers of any dtype, are outside the range or not of the tensor's kind."""
+        outside = np.zeros(values.shape, bool)
+        with np.errstate(invalid="ignore"):
+            if self.minimum is not None:
+                outside |= values < self.minimum
+            if self.maximum is not None:
+                outside |= values > self.maximum
+            if self.numpy_dtype.kind == "b":
+                outside |= (values != 0) & (values != 1)
+            elif self.numpy_dtype.kind in "iu":
+                limits = np.iinfo(self.numpy_dtype)
+                outside |= (values < limits.min) | (values != np.floor(values))
+                # As a float, int64's maximum rounds up to a number that it cannot hold.
+                outside |= values > limits.max if values.dtype.kind in "iu" else values >= float(limits.max) + 1
+        return outside
 
 
 @dataclass(frozen=True)
@@ -175,8 +233,9 @@ class ModelSpec:
 
     `inputs` are what a *dataset* supplies, in the order of the module's arguments; where `normalize` names
     an input, the module itself receives float32 `[N, C, H, W]` instead of the uint8 `[N, H, W, C]` given here.
-    `outputs` name the module's results in order. `max_batch` is the largest batch ever run. `output_ranges` bound
-    every element of an output: a row whose result lies outside is quarantined, as one that is not finite is.
+    `outputs` name the module's results in order. `max_batch` is the largest batch ever run, `max_length` the longest
+    row where rows differ in a dimension. `output_ranges` bound every element of an output: a row whose result lies
+    outside is quarantined, as one that is not finite is.
     """
 
     name: str
@@ -188,6 +247,7 @@ class ModelSpec:
     top_k: TopK | None = None
     max_batch: int = 64
     output_ranges: Mapping[str, tuple[float | None, float | None]] = field(default_factory=dict)
+    max_length: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "inputs", tuple(self.inputs))
@@ -204,10 +264,24 @@ class ModelSpec:
             )
         if self.max_batch < 1:
             raise SpecError("max_batch below 1", stage="spec", item=self.name, got=str(self.max_batch))
+        differ = [t.name for t in self.inputs if t.has_length]
+        if (self.max_length is None) == bool(differ) or (self.max_length or 1) < 1:
+            raise SpecError(
+                "max_length does not fit the inputs",
+                stage="spec",
+                item=self.name,
+                expected=f"the longest row of {', '.join(differ)}, 1 or above"
+                if differ
+                else "none: all rows are alike",
+                got=str(self.max_length),
+            )
+        if differ and all(t.mask for t in self.inputs if t.has_length):
+            raise SpecError("a mask of nothing", stage="spec", item=f"{self.name}.{differ[0]}", got=", ".join(differ))
         for name, normalization in self.normalize.items():
             tensor = next((t for t in self.inputs if t.name == name), None)
             channels = len(normalization.mean)
-            if tensor is None or tensor.dtype != "uint8" or len(tensor.shape) != 3 or tensor.shape[2] != channels:
+            fits = tensor is not None and tensor.dtype == "uint8" and len(tensor.shape) == 3 and not tensor.has_length
+            if tensor is None or not fits or tensor.shape[2] != channels:
                 raise SpecError(
                     "cannot be normalised",
                     stage="spec",
@@ -249,14 +323,18 @@ class ModelSpec:
         )
 
 
-def synthetic_rows(specs: tuple[TensorSpec, ...], rows: int, seed: int) -> dict[str, npt.NDArray[Any]]:
+def synthetic_rows(
+    specs: tuple[TensorSpec, ...], rows: int, seed: int, length: int | None = None
+) -> dict[str, npt.NDArray[Any]]:
     """Seeded inputs `[rows, *shape]` inside each tensor's declared range; for proofs, never for calibration."""
     rng = np.random.default_rng(seed)
     made: dict[str, npt.NDArray[Any]] = {}
     for spec in specs:
-        shape = spec.batch_shape(rows)
+        shape = spec.batch_shape(rows, length)
         values: npt.NDArray[Any]
-        if spec.numpy_dtype.kind == "f":
+        if spec.mask:
+            values = np.ones(shape)
+        elif spec.numpy_dtype.kind == "f":
             values = rng.standard_normal(shape)
             if spec.minimum is not None or spec.maximum is not None:
                 values = np.clip(values, spec.minimum, spec.maximum)
@@ -270,11 +348,20 @@ def synthetic_rows(specs: tuple[TensorSpec, ...], rows: int, seed: int) -> dict[
     return made
 
 
+def padded_rows(spec: TensorSpec, values: npt.NDArray[Any], length: int) -> npt.NDArray[Any]:
+    """Rows `[n, *shape]` of a shorter length, padded to `length`."""
+    padded = np.full(spec.batch_shape(len(values), length), 0 if spec.mask else spec.filler, spec.numpy_dtype)
+    axis = 1 + spec.shape.index(LENGTH)
+    padded[(slice(None),) * axis + (slice(values.shape[axis]),)] = values
+    return padded
+
+
 @dataclass(frozen=True)
 class Graph:
     """An ONNX file and what it computes: the one form in which a model reaches a backend.
 
-    `inputs` and `outputs` give one row's shape; the batch dimension is dynamic from 1 to `max_batch`.
+    `inputs` and `outputs` give one row's shape; the batch dimension is dynamic from 1 to `max_batch`, a length from 1
+    to `max_length`.
     `variant` names how the precision was reached (`fp32`, `int8-vnni-minmax`, …) and is unique within a model.
     """
 
@@ -286,6 +373,7 @@ class Graph:
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     max_batch: int
+    max_length: int | None = None
 
 
 def tensor_specs(plain: list[dict[str, Any]]) -> tuple[TensorSpec, ...]:

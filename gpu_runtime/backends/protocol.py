@@ -44,6 +44,7 @@ class EngineFile:
     max_batch: int
     nbytes: int
     notes: Mapping[str, Any] = field(default_factory=dict)
+    max_length: int | None = None
 
     @property
     def key(self) -> str:
@@ -88,6 +89,7 @@ def describe(
         max_batch=graph.max_batch,
         nbytes=path.stat().st_size,
         notes=notes,
+        max_length=graph.max_length,
     )
     file.write_sidecar()
     return file
@@ -126,7 +128,7 @@ class Context(Protocol):
     """Runs one batch at a time. Not shared between streams."""
 
     def enqueue(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array], stream: Stream) -> None:
-        """Queue one batch; every array is `[n, *shape]` with the same n, contiguous, and stays valid and
+        """Queue one batch; every array is `[n, *shape]` with the same n (and length), contiguous, and stays valid and
         untouched until the stream has passed this point."""
 
 

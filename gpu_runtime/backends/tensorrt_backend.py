@@ -149,8 +149,9 @@ def _serialize(trt: Any, graph: Graph, capability: str | None, refused: _Refused
         kind = getattr(trt.ComputeCapability, capability.upper())
         checked(f"compute capability {capability} refused", config.set_compute_capability(kind, 0))
     profile = checked("no optimization profile", builder.create_optimization_profile())
-    batches = (1, graph.max_batch, graph.max_batch)  # min, opt, max: only the last batch of a run is not full
-    shapes = {t.name: [list(t.batch_shape(n)) for n in batches] for t in graph.inputs}
+    # min, opt, max: only the last batch of a run is not full
+    most = [(1, graph.max_length and 1), *[(graph.max_batch, graph.max_length)] * 2]
+    shapes = {t.name: [list(t.batch_shape(*sizes)) for sizes in most] for t in graph.inputs}
     for name, (smallest, usual, largest) in shapes.items():
         profile.set_shape(name, smallest, usual, largest)
     checked("the optimization profile was refused", config.add_optimization_profile(profile) >= 0)

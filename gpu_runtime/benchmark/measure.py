@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from gpu_runtime.backends.protocol import Engine, EngineFile, EngineOptions
 from gpu_runtime.backends.registry import get_backend
+from gpu_runtime.datasets.batching import BatchShape
 from gpu_runtime.device.protocol import Device
 from gpu_runtime.executor.slots import Slot, allocate_slot
 
@@ -48,18 +49,18 @@ class LoadedSetting:
     def __init__(
         self, file: EngineFile, setting: Setting, device: Device, rows: Mapping[str, npt.NDArray[Any]]
     ) -> None:
-        self.setting = setting
+        self.setting, self._shape = setting, BatchShape(setting.batch)
         self._device = device
         options = EngineOptions(setting.streams, setting.threads)
         self._engine: Engine = get_backend(file.backend).load(file, device, options)
         contexts = [(self._engine.create_context(), device.stream()) for _ in range(setting.streams)]
         self._slots = [
-            allocate_slot(file, device, setting.batch, *contexts[i % len(contexts)]) for i in range(2 * setting.streams)
+            allocate_slot(file, device, [self._shape], *contexts[i % len(contexts)]) for i in range(2 * setting.streams)
         ]
         for slot in self._slots:
             for tensor in slot.inputs:
                 values = rows[tensor.spec.name]
-                np.take(values, np.arange(setting.batch) % len(values), axis=0, out=tensor.rows)
+                np.take(values, np.arange(setting.batch) % len(values), axis=0, out=tensor.rows())
                 self._device.copy_in(tensor.staging, tensor.buffer, tensor.staging.nbytes, slot.compute)
         self.latencies_ms: list[float] = []
         self.rates: list[float] = []
@@ -83,7 +84,7 @@ class LoadedSetting:
                 latencies_ms.append(_finish(*waiting.popleft()))
             slot = self._slots[i % in_flight]
             queued = time.perf_counter()
-            slot.enqueue(self._device, self.setting.batch)
+            slot.enqueue(self._device, self._shape)
             slot.compute.record(slot.computed)
             waiting.append((slot, queued))
         while waiting:

@@ -17,6 +17,7 @@ from gpu_runtime.backends.protocol import EngineFile, EngineOptions
 from gpu_runtime.backends.registry import get_backend
 from gpu_runtime.benchmark.environment import describe_environment
 from gpu_runtime.benchmark.measure import Measurement, Setting, measure
+from gpu_runtime.datasets.batching import Batching, choose_lengths
 from gpu_runtime.datasets.sample import RowSample
 from gpu_runtime.device.host import usable_cores
 from gpu_runtime.device.protocol import Device, DeviceClass
@@ -26,6 +27,8 @@ from gpu_runtime.quality.gate import GatePolicy, Verdict, judge_accuracy, judge_
 from gpu_runtime.specs import Graph, ModelSpec, digest_of
 
 KIND = "benchmark"
+_LENGTHS = 16
+"""What rows that differ in length are padded to: so many lengths, chosen for the gate's rows."""
 
 
 @dataclass(frozen=True)
@@ -273,14 +276,18 @@ def run_rows(file: EngineFile, device: Device, sample: RowSample, output: str) -
         engine = stack.enter_context(get_backend(file.backend).load(file, device, EngineOptions(1, usable_cores())))
         stream = device.stream()
         stack.callback(stream.close)
-        slot = allocate_slot(file, device, batch, engine.create_context(), stream)
-        for rows in sample.batches(batch):
-            count = len(next(iter(rows.values())))
+        longest = file.max_length
+        lengths = () if sample.lengths is None else choose_lengths(sample.lengths, longest or 1, _LENGTHS)
+        batching = Batching(batch * (longest or 1), batch, lengths)
+        slot = allocate_slot(file, device, batching.shapes, engine.create_context(), stream)
+        for start, stop, length in batching.cut(sample.rows, sample.lengths):
+            rows, count, shape = sample.part(start, stop, length), stop - start, batching.shape(length)
             for tensor in slot.inputs:
-                tensor.rows[:count] = rows[tensor.spec.name]
-                tensor.rows[count:] = rows[tensor.spec.name][:1]
+                staged = tensor.rows(length)
+                staged[:count] = rows[tensor.spec.name]
+                staged[count : shape.rows] = rows[tensor.spec.name][:1]
                 device.copy_in(tensor.staging, tensor.buffer, tensor.staging.nbytes, stream)
-            slot.enqueue(device, batch)
+            slot.enqueue(device, shape)
             for tensor in slot.outputs:
                 device.copy_out(tensor.buffer, tensor.staging, tensor.staging.nbytes, stream)
             stream.record(slot.copied_out)

@@ -94,6 +94,8 @@ class ArrayFolderSource:
 class ArrayReader:
     """A mapped part of one file."""
 
+    lengths = order = None
+
     def __init__(
         self, spec: TensorSpec, mapped: np.memmap[Any, Any], span: tuple[int, int], day: str, file: str
     ) -> None:

@@ -9,9 +9,13 @@ from typing import Literal
 
 from gpu_runtime.datasets.array_folder import ArrayFolderSource
 from gpu_runtime.datasets.image_folder import ImageFolderSource
+from gpu_runtime.datasets.item_folder import ItemFolderSource
 from gpu_runtime.datasets.parquet import ParquetSource
 from gpu_runtime.datasets.partition import Source, reading_of
-from gpu_runtime.specs import ModelSpec, TensorSpec, digest_of
+from gpu_runtime.specs import ModelSpec, digest_of
+
+_ROWS_PER_SHARD, _ROWS_OF_LENGTH_PER_SHARD = 1_000_000, 100_000
+"""Rows that differ in length, and their results, are held until their shard is done: they are scored out of order."""
 
 
 @dataclass(frozen=True)
@@ -25,14 +29,32 @@ class DatasetSpec:
     row_key: str | None = None
     label: str | None = None
     crop_fraction: float = 0.875
+    tokenizer: str | None = None
+    truncate: bool = False
 
-    def source(self, data_root: Path, inputs: tuple[TensorSpec, ...]) -> Source:
-        root = str(data_root / self.name)
+    def source(self, data_root: Path, model: ModelSpec) -> Source:
+        """Where the model's inputs come from."""
+        root, inputs = str(data_root / self.name), model.inputs
         if self.format == "arrays":
-            return ArrayFolderSource(root, inputs)
+            return (
+                ItemFolderSource(root, inputs, model.max_length)
+                if model.max_length
+                else ArrayFolderSource(root, inputs)
+            )
         if self.format == "images":
             return ImageFolderSource(root, inputs, self.crop_fraction)
-        return ParquetSource(root, inputs, self.columns, self.vocabularies, self.row_key, self.label)
+        return ParquetSource(
+            root,
+            inputs,
+            self.columns,
+            self.vocabularies,
+            self.row_key,
+            self.label,
+            rows_per_shard=_ROWS_PER_SHARD if model.max_length is None else _ROWS_OF_LENGTH_PER_SHARD,
+            tokenizer=self.tokenizer,
+            max_length=model.max_length,
+            truncate=self.truncate,
+        )
 
 
 def declaration_of(model: ModelSpec, source: Source) -> str:

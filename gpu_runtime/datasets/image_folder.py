@@ -71,6 +71,8 @@ class ImageFolderSource:
 
 
 class ImageReader:
+    lengths = order = None
+
     def __init__(self, source: ImageFolderSource, shard: ShardTask) -> None:
         self._source, self._shard = source, shard
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gpu_runtime.datasets.batching import longest_first
 from gpu_runtime.datasets.partition import (
     DatasetPartition,
     FileFingerprint,
@@ -23,8 +24,9 @@ from gpu_runtime.datasets.partition import (
     origins_of,
     reading_of,
 )
+from gpu_runtime.datasets.ragged import RaggedRows, lists_of, open_tokenizer, tokens_of
 from gpu_runtime.errors import DatasetError, SpecError
-from gpu_runtime.specs import TensorSpec
+from gpu_runtime.specs import LENGTH, TensorSpec
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,9 @@ class ParquetSource:
 
     `columns` maps each input to its columns: one for a scalar row, k for a row of shape `[k]`.
     `vocabularies` maps a text column to its known values; the id is the position.
+    Rows may differ in the length of one input `[-1]`: its column holds lists, or text that the file `tokenizer` (a
+    tokenizer.json) turns into ids. A row longer than `max_length` is quarantined, or cut with `truncate`; the mask, if
+    the model takes one, is no column.
     A null, a value that is not finite, an unknown category and a value outside the input's declared range
     each quarantine their row. `rows_per_shard` bounds what one shard holds in memory, unless a single row group
     holds more.
@@ -45,11 +50,26 @@ class ParquetSource:
     row_key: str | None = None
     label: str | None = None
     rows_per_shard: int = 1_000_000
+    tokenizer: str | None = None
+    max_length: int | None = None
+    truncate: bool = False
 
     def __post_init__(self) -> None:
+        differ = [spec for spec in self.inputs if spec.has_length and not spec.mask]
+        fits = len(differ) <= 1 and all(spec.shape == (LENGTH,) for spec in differ)
+        if not fits or bool(differ) != bool(self.max_length) or (self.tokenizer and not differ):
+            raise SpecError(
+                "not an input whose rows differ in length",
+                stage="dataset",
+                item=", ".join(spec.name for spec in differ) or "tokenizer",
+                expected="one input of shape [-1] beside its mask, and max_length",
+                got=f"{', '.join(str(spec.shape) for spec in differ) or 'none'}, max_length {self.max_length}",
+            )
         for spec in self.inputs:
+            if spec.mask:
+                continue
             columns = self.columns.get(spec.name, ())
-            width = 1 if spec.shape == () else spec.shape[0] if len(spec.shape) == 1 else -1
+            width = 1 if spec.shape in ((), (LENGTH,)) else spec.shape[0] if len(spec.shape) == 1 else -1
             if len(columns) != width:
                 raise SpecError(
                     "its columns do not fill its shape",
@@ -80,6 +100,22 @@ class ParquetSource:
                 for index, (span, rows) in enumerate(groups)
             ]
         return DatasetPartition(day, tuple(shards))
+
+    @property
+    def _lists(self) -> TensorSpec | None:
+        """The input whose rows differ in length."""
+        return next((spec for spec in self.inputs if spec.has_length and not spec.mask), None)
+
+    def ragged(self, table: Any) -> RaggedRows | None:
+        """The rows of the input that differ in length, in the table's order."""
+        if self._lists is None:
+            return None
+        (name,), longest = self.columns[self._lists.name], self.max_length or 1
+        column = table.column(name).combine_chunks()
+        if self.tokenizer is None:
+            return lists_of(column, self._lists, longest, name)
+        tokenizer = open_tokenizer(self.tokenizer, longest, self.truncate)
+        return tokens_of(_values_of(column), tokenizer, self._lists, longest, name)
 
     def open(self, shard: ShardTask) -> ParquetReader:
         # Every column that scoring reads, once. The label is none of them: it mostly comes later than the day.
@@ -148,15 +184,23 @@ class ParquetSource:
         import pyarrow.types as types
 
         value = found.value_type if types.is_dictionary(found) else found
+        if self._lists is not None and column in self.columns[self._lists.name] and self.tokenizer is None:
+            lists = types.is_list(value) or types.is_large_list(value) or types.is_fixed_size_list(value)
+            return None if lists and _is_number(value.value_type) else "a list of numbers"
         if types.is_null(value):  # without a single value: its rows are quarantined, one by one
             return None
-        if column in self.vocabularies:
+        if column in self.vocabularies or (self._lists is not None and column in self.columns[self._lists.name]):
             text = types.is_string(value) or types.is_large_string(value) or types.is_string_view(value)
             return None if text else "text"
         if column == self.row_key and not any(column in columns for columns in self.columns.values()):
             return "one value a row" if types.is_nested(value) else None
-        number = types.is_integer(value) or types.is_floating(value) or types.is_boolean(value)
-        return None if number else "a number"
+        return None if _is_number(value) else "a number"
+
+
+def _is_number(kind: Any) -> bool:
+    import pyarrow.types as types
+
+    return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind))
 
 
 def _unreadable(what: str, item: str, error: Exception | None) -> DatasetError:
@@ -190,10 +234,19 @@ class ParquetReader:
     """A shard's columns, whole and of the declared kinds; their values are checked batch by batch."""
 
     def __init__(self, source: ParquetSource, table: Any, shard: ShardTask, offset: int) -> None:
-        self._source, self._shard, self._offset = source, shard, offset
+        self._source, self._shard = source, shard
         self._file = shard.files[0].path
         self._keys = table.column(source.row_key).combine_chunks() if source.row_key else None
         self._plain_keys = self._keys is not None and _is_plain(self._keys)
+        self._positions = np.arange(offset, offset + table.num_rows)
+        self.order: npt.NDArray[np.int64] | None = None
+        self.lengths: npt.NDArray[np.int64] | None = None
+        self._ragged = source.ragged(table)
+        if self._ragged is not None:
+            self.order = longest_first(self._ragged.lengths)
+            table, self._positions = table.take(self.order).combine_chunks(), self._positions[self.order]
+            self._ragged = self._ragged.take(self.order)
+            self.lengths = self._ragged.lengths
         self._table = table
         self._columns = {c: table.column(c) for columns in source.columns.values() for c in columns}
         self._arrays = {c: _as_array(column) for c, column in self._columns.items() if c not in source.vocabularies}
@@ -203,7 +256,7 @@ class ParquetReader:
         return int(self._table.num_rows)
 
     def origins(self, start: int, stop: int) -> Any:
-        positions = np.arange(self._offset + start, self._offset + stop)
+        positions = self._positions[start:stop]
         return origins_of(self._keys_of(start, stop, positions), as_text(self._file), positions)
 
     def _keys_of(self, start: int, stop: int, positions: npt.NDArray[np.int64]) -> Any:
@@ -237,6 +290,7 @@ class ParquetReader:
         import pyarrow as pa
 
         column = self._source.read_labels(self._shard, self._source.label)
+        column = column if self.order is None else column.take(self.order)
         # Unsafe: a safe cast would refuse, and quote, an integer above 2^53.
         return column.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
 
@@ -247,25 +301,20 @@ class ParquetReader:
         reasons: dict[int, str] = {}
         for spec in self._source.inputs:
             target = staging[spec.name].reshape(stop - start, -1)
+            if self._ragged is not None and spec.mask:
+                target[:] = self._ragged.mask(start, stop, target.shape[1])
+                continue
+            if self._ragged is not None and spec.has_length:
+                for place, why in self._ragged.fill(start, stop, target, spec.filler).items():
+                    reasons.setdefault(place, why)
+                continue
             if self._copy(spec, start, stop, target):
                 continue
             for place, column in enumerate(self._source.columns[spec.name]):
                 values, bad, reason = self._values(column, start, stop)
                 for row in np.flatnonzero(bad):
                     reasons.setdefault(int(row), reason(int(row)))
-                outside = np.zeros(stop - start, bool)
-                if spec.minimum is not None:
-                    outside |= values < spec.minimum
-                if spec.maximum is not None:
-                    outside |= values > spec.maximum
-                if spec.numpy_dtype.kind == "b":
-                    outside |= (values != 0) & (values != 1)
-                if spec.numpy_dtype.kind in "iu":
-                    limits = np.iinfo(spec.numpy_dtype)
-                    outside |= (values < limits.min) | (values != np.floor(values))
-                    # As a float, int64's maximum rounds up to a number that it cannot hold.
-                    outside |= values > limits.max if values.dtype.kind in "iu" else values >= float(limits.max) + 1
-                outside &= ~bad
+                outside = spec.outside(values) & ~bad
                 for row in np.flatnonzero(outside):
                     reasons.setdefault(int(row), f"column {column!r} is outside its declared range or type")
                 with np.errstate(over="ignore"):

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from gpu_runtime.datasets.ragged import tokenizer_digest
 from gpu_runtime.errors import DatasetError
 from gpu_runtime.specs import TensorSpec, digest_of
 
@@ -92,10 +93,18 @@ Piece = Callable[[], list[RowFailure]]
 
 
 class ShardReader(Protocol):
-    """One opened shard; rows are numbered from 0 in the shard's order."""
+    """One opened shard; rows are numbered from 0 in the shard's order, or longest first where they differ in length."""
 
     @property
     def rows(self) -> int: ...
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64] | None:
+        """`[rows]`, longest first; None where all rows are alike."""
+
+    @property
+    def order(self) -> npt.NDArray[np.int64] | None:
+        """Row i here is row `order[i]` of the shard; None where that is the same."""
 
     def origins(self, start: int, stop: int) -> Any:
         """Where rows `start … stop` came from, as `origins_of` makes it."""
@@ -149,7 +158,10 @@ def repeated(value: str, count: int) -> Any:
 def reading_of(source: Any) -> str:
     """Digest of a source's settings, but for where its files lie and how they are cut into shards."""
     place = {"root", "rows_per_shard", "files_per_shard"}
-    return digest_of({name: value for name, value in vars(source).items() if name not in place})
+    settings = {name: value for name, value in vars(source).items() if name not in place}
+    if tokenizer := settings.get("tokenizer"):
+        settings["tokenizer"] = tokenizer_digest(tokenizer)
+    return digest_of(settings)
 
 
 def stat_of(path: Path) -> os.stat_result | None:
@@ -263,12 +275,14 @@ def check_unchanged(shard: ShardTask) -> None:
 def numpy_rows(
     source: Source, shard: ShardTask, apply: Callable[..., Iterable[list[RowFailure]]] = map
 ) -> tuple[dict[str, npt.NDArray[Any]], list[RowFailure], ShardReader]:
-    """A whole shard in memory, for calibration and gates: inputs `[rows, *shape]`, failures, the reader.
+    """A whole shard in memory, for calibration and gates: inputs `[rows, *shape]`, failures, the reader. Rows that
+    differ in length come longest first, padded to that length.
 
     `apply` is `map`, or a pool's, to fill pieces in parallel.
     """
     reader = source.open(shard)
-    rows = {spec.name: np.zeros(spec.batch_shape(reader.rows), spec.numpy_dtype) for spec in source.inputs}
+    length = None if reader.lengths is None else int(reader.lengths.max(initial=1))
+    rows = {spec.name: np.zeros(spec.batch_shape(reader.rows, length), spec.numpy_dtype) for spec in source.inputs}
     made = apply(lambda piece: piece(), reader.pieces(0, reader.rows, rows))
     failures = [failure for piece in made for failure in piece]
     return rows, failures, reader

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from gpu_runtime.datasets.batching import longest_first
 from gpu_runtime.datasets.partition import Source, numpy_rows
 from gpu_runtime.device.host import usable_cores
 from gpu_runtime.errors import DatasetError
-from gpu_runtime.specs import digest_of
+from gpu_runtime.specs import LENGTH, TensorSpec, digest_of, padded_rows
 
 _MAX_SHARDS = 128  # a sample of a large set reads this many shards at most
 
@@ -21,6 +22,7 @@ _MAX_SHARDS = 128  # a sample of a large set reads this many shards at most
 @dataclass(frozen=True)
 class RowSample:
     """Rows in memory. `inputs`: name → `[rows, *shape]`; `labels`: float64 `[rows]` (NaN: none) or None.
+    `lengths`: `[rows]`, longest first, where rows differ in one; the inputs `of_length` are padded to the longest then.
 
     `digest` covers the files the rows were drawn from and how they were drawn.
     """
@@ -28,14 +30,24 @@ class RowSample:
     inputs: dict[str, npt.NDArray[Any]]
     labels: npt.NDArray[np.float64] | None
     digest: str
+    lengths: npt.NDArray[np.int64] | None = None
+    of_length: tuple[TensorSpec, ...] = ()
 
     @property
     def rows(self) -> int:
         return int(next(iter(self.inputs.values())).shape[0])
 
+    def part(self, start: int, stop: int, length: int | None) -> dict[str, npt.NDArray[Any]]:
+        """Rows `start … stop`, padded to `length` only."""
+        rows = {name: values[start:stop] for name, values in self.inputs.items()}
+        if length is not None:
+            rows |= {spec.name: _trimmed(spec, rows[spec.name], length) for spec in self.of_length}
+        return rows
+
     def batches(self, size: int) -> Iterator[dict[str, npt.NDArray[Any]]]:
+        """Of `size` rows each, padded to their longest."""
         for start in range(0, self.rows, size):
-            yield {name: values[start : start + size] for name, values in self.inputs.items()}
+            yield self.part(start, start + size, None if self.lengths is None else int(self.lengths[start]))
 
 
 def sample_digest(source: Source, days: Sequence[str], rows: int, seed: int) -> str:
@@ -55,6 +67,7 @@ def sample_rows(source: Source, days: Sequence[str], rows: int, seed: int, *, la
         shards = [shards[i] for i in sorted(rng.choice(len(shards), _MAX_SHARDS, replace=False))]
     taken: dict[str, list[npt.NDArray[Any]]] = {spec.name: [] for spec in source.inputs}
     labels: list[npt.NDArray[Any] | None] = []
+    lengths: list[npt.NDArray[np.int64]] = []
     count, left = 0, len(shards)
     with ThreadPoolExecutor(usable_cores()) as pool:
         for shard in shards:
@@ -65,6 +78,8 @@ def sample_rows(source: Source, days: Sequence[str], rows: int, seed: int, *, la
             chosen = np.sort(rng.choice(usable, wanted, replace=False))
             for name, values in arrays.items():
                 taken[name].append(values[chosen])
+            if reader.lengths is not None:
+                lengths.append(reader.lengths[chosen])
             found = reader.labels() if labelled else None
             labels.append(None if found is None else np.asarray(found, np.float64)[chosen])
             count, left = count + wanted, left - 1
@@ -77,8 +92,35 @@ def sample_rows(source: Source, days: Sequence[str], rows: int, seed: int, *, la
             next_step="land the days, or name other ones in defs.yaml",
         )
     known = [part for part in labels if part is not None]
-    return RowSample(
-        {name: np.concatenate(parts) for name, parts in taken.items()},
+    sample = RowSample(
+        {spec.name: _together(spec, taken[spec.name]) for spec in source.inputs},
         np.concatenate(known) if len(known) == len(labels) else None,
         sample_digest(source, days, rows, seed),
     )
+    if not lengths:
+        return sample
+    together = np.concatenate(lengths)
+    order = longest_first(together)
+    return replace(
+        sample,
+        inputs={name: values[order] for name, values in sample.inputs.items()},
+        labels=None if sample.labels is None else sample.labels[order],
+        lengths=together[order],
+        of_length=tuple(spec for spec in source.inputs if spec.has_length),
+    )
+
+
+def _together(spec: TensorSpec, parts: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    """One array of rows that came padded to several lengths."""
+    if spec.has_length:
+        axis = 1 + spec.shape.index(LENGTH)
+        longest = max(part.shape[axis] for part in parts)
+        parts = [padded_rows(spec, part, longest) for part in parts]
+    return np.concatenate(parts)
+
+
+def _trimmed(spec: TensorSpec, values: npt.NDArray[Any], length: int) -> npt.NDArray[Any]:
+    """Rows padded to `length`, of rows padded to another."""
+    axis = 1 + spec.shape.index(LENGTH)
+    values = values[(slice(None),) * axis + (slice(length),)]
+    return padded_rows(spec, values, length) if values.shape[axis] < length else np.ascontiguousarray(values)

@@ -10,12 +10,13 @@ Nobody else decides these things: the executor calls what is here.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from gpu_runtime.datasets.batching import Batching, BatchShape
 from gpu_runtime.datasets.partition import RowFailure
 from gpu_runtime.errors import DeviceError, InferenceError
 from gpu_runtime.specs import TensorSpec
@@ -45,18 +46,22 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class BatchCeiling:
-    """How many rows fit on the device at once: the plan's batch, until the device has no room for it.
+    """How much fits on the device at once: the plan's batch, until the device has no room for it.
 
-    `lowered` is told each new ceiling, so that it outlives the run.
+    `batching` cuts by it. `lowered` is told each new budget, so that it outlives the run.
     """
 
-    def __init__(self, rows: int, lowered: Callable[[int], None]) -> None:
-        self.rows = rows
+    def __init__(self, batching: Batching, lowered: Callable[[int], None]) -> None:
+        self.batching = batching
         self._lowered = lowered
 
-    def halve(self, tried: int, engine: str, error: BaseException) -> None:
-        """The device had no room for `tried` rows. Raises `DeviceError` when not even one row fits."""
-        if tried <= 1:
+    def shape(self, length: int | None) -> BatchShape:
+        """The largest batch of rows that are padded to `length`."""
+        return self.batching.shape(length)
+
+    def halve(self, tried: BatchShape, engine: str, error: BaseException) -> None:
+        """The device had no room for `tried`. Raises `DeviceError` when not even one row fits."""
+        if tried.rows <= 1:
             raise DeviceError(
                 "out of memory while running a single row",
                 stage="execute",
@@ -64,9 +69,10 @@ class BatchCeiling:
                 got=type(error).__name__,
                 next_step="free memory on the device, or serve a smaller model; no row is to blame",
             ) from error
-        if tried // 2 < self.rows:
-            self.rows = tried // 2
-            self._lowered(self.rows)
+        budget = BatchShape(tried.rows // 2, tried.length).elements
+        if budget < self.batching.budget:
+            self.batching = replace(self.batching, budget=budget)
+            self._lowered(budget)
 
 
 @dataclass(frozen=True)
@@ -74,8 +80,8 @@ class Rescue:
     """Gets what can be had of rows that failed together.
 
     `run` does the given rows and keeps their results, or raises. `by` names what fails, for reasons; `item` what it
-    belongs to, for errors. With a `ceiling`, `run` is never given more rows than that; without one, out of memory
-    ends the run. `between_parts` is called before each `run`.
+    belongs to, for errors. With a `ceiling`, `run` is never given more rows of `length` than that; without one, out of
+    memory ends the run. `between_parts` is called before each `run`.
     """
 
     run: Callable[[Sequence[int]], None]
@@ -83,24 +89,28 @@ class Rescue:
     by: str
     item: str
     ceiling: BatchCeiling | None = None
+    length: int | None = None
     between_parts: Callable[[], None] = lambda: None
 
     def rows(self, rows: Sequence[int]) -> list[RowFailure]:
         """Do `rows`, in parts that fit; returns those that fail alone."""
         failures: list[RowFailure] = []
-        size = len(rows) if self.ceiling is None else self.ceiling.rows
         while rows:
-            size = size if self.ceiling is None else self.ceiling.rows
-            part, rows = rows[:size], rows[size:]
+            tried = self._most(len(rows))
+            part, rows = rows[: tried.rows], rows[tried.rows :]
             self.between_parts()
             try:
                 self.run(part)
             except Exception as error:
-                failures += self.after(error, part, size)
+                failures += self.after(error, part, tried)
         return failures
 
-    def after(self, error: Exception, rows: Sequence[int], tried: int) -> list[RowFailure]:
-        """Do what can be done of `rows`, which raised `error` in a batch of `tried` rows, padding included.
+    def _most(self, rows: int) -> BatchShape:
+        """What `run` is given at once."""
+        return BatchShape(rows, self.length) if self.ceiling is None else self.ceiling.shape(self.length)
+
+    def after(self, error: Exception, rows: Sequence[int], tried: BatchShape) -> list[RowFailure]:
+        """Do what can be done of `rows`, which raised `error` in a batch of shape `tried`, padding included.
 
         A failed device and other errors of this package are raised as they are: no row is to blame for them.
         """
@@ -126,7 +136,7 @@ class Rescue:
             self.run(rows)
         except Exception as error:
             if is_out_of_memory(error):
-                return self.after(error, rows, 1 if self.ceiling is None else self.ceiling.rows)
+                return self.after(error, rows, self._most(1))
             if isinstance(error, InferenceError):
                 raise
             return [RowFailure(rows[0], self.stage, f"the {self.by} failed on this row", type(error).__name__)]

@@ -39,13 +39,14 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from gpu_runtime.backends.protocol import Engine
+from gpu_runtime.datasets.batching import Batching, BatchShape
 from gpu_runtime.datasets.partition import Piece, RowFailure, ShardReader
 from gpu_runtime.datasets.workers import WorkerPool
 from gpu_runtime.device.host import PeakMemory, usable_cores
@@ -66,12 +67,23 @@ from gpu_runtime.faults import FaultPlan, around, no_faults
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows `start … stop` of one opened shard; never more than the executor's batch size."""
+    """Rows `start … stop` of one opened shard, padded to `length` where they differ in one; as `cut` by the
+    executor's batching."""
 
     shard: int
     reader: ShardReader
     start: int
     stop: int
+    length: int | None = None
+
+    @property
+    def count(self) -> int:
+        return self.stop - self.start
+
+    def elements(self, rows: Sequence[int]) -> int:
+        """What the lengths of `rows`, counted from `start`, sum up to; how many they are where all are alike."""
+        lengths = self.reader.lengths
+        return len(rows) if lengths is None else int(lengths[self.start : self.stop][list(rows)].sum())
 
 
 @dataclass(frozen=True)
@@ -93,25 +105,25 @@ class _Flight:
     pieces: list[Future[list[RowFailure]]]
     failures: list[RowFailure]
     given: Mapping[str, npt.NDArray[Any]] | None = None  # the inputs, where the engine takes them as they lie
-    shape: int = 0  # rows that the engine is given, padding included
-    padding: int = 0
+    shape: BatchShape = field(default_factory=lambda: BatchShape(0))  # what the engine is given, padding included
+    padding: int = 0  # elements that the engine computed beside the rows' own
     dispatched_at: float = 0.0
     refused: BaseException | None = None  # what the engine raised while the batch was being queued
 
     @property
     def rows(self) -> Sequence[int]:
         """Those that can still be scored."""
-        rows, lost = range(self.batch.stop - self.batch.start), {failure.row for failure in self.failures}
+        rows, lost = range(self.batch.count), {failure.row for failure in self.failures}
         return [row for row in rows if row not in lost] if lost else rows
 
     @property
     def inputs(self) -> Mapping[str, npt.NDArray[Any]]:
-        return self.given or self.slot.staging
+        return self.given or self.slot.staging(self.batch.length)
 
     def bring_in(self) -> None:
         """Copy into the slot what lies elsewhere, so that rows of it can be changed."""
         for name, values in (self.given or {}).items():
-            self.slot.staging[name][: len(values)] = values
+            self.slot.staging()[name][: len(values)] = values
         self.given = None
 
     def finish(self) -> None:
@@ -126,12 +138,13 @@ class _Flight:
 class StreamExecutor:
     """Runs batches through one engine on one device. Open it with `with`; buffers live as long.
 
-    `batch`: rows of the engine's shape. `slots`: batches on their way at once; more than the engine's streams,
-    so that the next batch is decoded while every stream computes, and a multiple of them, because a slot
-    keeps its stream and a stream with more slots than another would get more batches.
+    `batch`: rows of a batch; where rows differ in length, its budget of elements (rows × length). `lengths`: what such
+    rows are padded to, ascending up to the engine's longest. `slots`: batches on their way at once; more than the
+    engine's streams, so that the next batch is decoded while every stream computes, and a multiple of them, because a
+    slot keeps its stream and a stream with more slots than another would get more batches.
     `stage_timeout_s`: the longest that one shard may take to open, one piece of a batch to be decoded, or one batch
     to be computed or written.
-    `ceiling_lowered` is told how many rows fit, whenever the device had no room for more.
+    `ceiling_lowered` is told the batch that fits, whenever the device had no room for more.
     """
 
     def __init__(
@@ -140,26 +153,31 @@ class StreamExecutor:
         device: Device,
         *,
         batch: int,
+        lengths: Sequence[int] = (),
         slots: int | None = None,
         decode_workers: int | None = None,
         stage_timeout_s: float | None = None,
         ceiling_lowered: Callable[[int], None] = lambda rows: None,
         faults: FaultPlan = no_faults,
     ) -> None:
-        if not 1 <= batch <= engine.file.max_batch:
-            raise ValueError(f"batch must be 1 … {engine.file.max_batch} for {engine.file.key}, got {batch}")
+        file = engine.file
+        longest = lengths[-1] if lengths else None
+        if longest != file.max_length:
+            raise ValueError(f"lengths must end with {file.max_length} for {file.key}, got {longest}")
+        if not 1 <= batch <= file.max_batch * (longest or 1):
+            raise ValueError(f"batch must be 1 … {file.max_batch * (longest or 1)} for {file.key}, got {batch}")
         if slots is not None and slots < 1:
             raise ValueError(f"slots must be at least 1, got {slots}")
         if stage_timeout_s is not None and stage_timeout_s <= 0:
             raise ValueError(f"stage_timeout_s must be positive, got {stage_timeout_s}")
         self.engine, self.device, self.stage_timeout_s, self.faults = engine, device, stage_timeout_s, faults
-        self.ceiling = BatchCeiling(batch, ceiling_lowered)
+        self.ceiling = BatchCeiling(Batching(batch, file.max_batch, tuple(lengths)), ceiling_lowered)
         streams = engine.options.streams
         self._copy_in, self._copy_out = device.stream(), device.stream()
         self._compute = [device.stream() for _ in range(streams)]
         contexts = [engine.create_context() for _ in range(streams)]
         self._slots = [
-            allocate_slot(engine.file, device, batch, contexts[i % streams], self._compute[i % streams])
+            allocate_slot(file, device, self.ceiling.batching.shapes, contexts[i % streams], self._compute[i % streams])
             for i in range(slots or max(3, 2 * streams))
         ]
         self._pool = WorkerPool(decode_workers or usable_cores())
@@ -172,8 +190,8 @@ class StreamExecutor:
 
     @property
     def batch(self) -> int:
-        """Rows of the largest batch: as asked for, or as many as were found to fit."""
-        return self.ceiling.rows
+        """Rows (elements, where rows differ in length) of the largest batch: as asked for, or what was found to fit."""
+        return self.ceiling.batching.budget
 
     def close(self) -> None:
         self._closed, wait = True, not self._abandoned
@@ -190,10 +208,11 @@ class StreamExecutor:
     def batches(self, shard: int, reader: ShardReader) -> Iterator[Batch]:
         """A shard cut into batches; the last one may be short."""
         start = 0
-        while start < reader.rows:
-            stop = min(start + self.batch, reader.rows)
-            yield Batch(shard, reader, start, stop)
-            start = stop
+        while start < reader.rows:  # one at a time: the ceiling may come down in between
+            lengths = None if reader.lengths is None else reader.lengths[start:]
+            _, count, length = next(self.ceiling.batching.cut(reader.rows - start, lengths))
+            yield Batch(shard, reader, start, start + count, length)
+            start += count
 
     def run(self, batches: Iterable[Batch], write: Callable[[ScoredBatch], None], item: str | None = None) -> RunStats:
         """Score `batches` and hand each to `write`, on one thread and in order. See the failure contract.
@@ -213,22 +232,24 @@ class StreamExecutor:
             self._in_use.release()
 
     def _queue(self, flight: _Flight) -> None:
-        """Queue copy in, computation and copy out of the first `flight.shape` rows of one slot."""
-        slot, rows = flight.slot, flight.shape
+        """Queue copy in, computation and copy out of a slot's first rows, in the flight's shape."""
+        slot, shape = flight.slot, flight.shape
         flight.refused = None
         with self._queueing:
             for tensor in slot.inputs:
-                self.device.copy_in(tensor.staging, tensor.buffer, rows * tensor.spec.row_nbytes, self._copy_in)
+                nbytes = tensor.spec.nbytes(shape.rows, shape.length)
+                self.device.copy_in(tensor.staging, tensor.buffer, nbytes, self._copy_in)
             self._copy_in.record(slot.copied_in)
             slot.compute.wait(slot.copied_in)
             try:
-                slot.enqueue(self.device, rows, flight.given)
+                slot.enqueue(self.device, shape, flight.given)
             except BaseException as error:  # the rest is queued all the same: events must cover what it had queued
                 flight.refused = error
             slot.compute.record(slot.computed)
             self._copy_out.wait(slot.computed)
             for tensor in slot.outputs:
-                self.device.copy_out(tensor.buffer, tensor.staging, rows * tensor.spec.row_nbytes, self._copy_out)
+                nbytes = tensor.spec.nbytes(shape.rows)
+                self.device.copy_out(tensor.buffer, tensor.staging, nbytes, self._copy_out)
             self._copy_out.record(slot.copied_out)
 
 
@@ -251,7 +272,7 @@ class _Run:
         self._ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self._stop, self._settled = threading.Event(), threading.Event()
         self._clock = StageClock()
-        self._rows = self._count = self._padded = 0
+        self._rows = self._count = self._elements = self._padded = 0
         self._latencies_ms: list[float] = []
         self._most_pieces = 1
 
@@ -297,7 +318,8 @@ class _Run:
         return RunStats(
             rows=self._rows,
             batches=self._count,
-            padded_rows=self._padded,
+            elements=self._elements,
+            padded_elements=self._padded,
             wall_s=wall,
             cpu_s=cpu,
             cores=usable_cores(),
@@ -377,10 +399,11 @@ class _Run:
             pieces: list[Future[list[RowFailure]]] = []
             try:
                 with self._clock.at("cut"):
-                    whole = executor.device.shares_host_memory and batch.stop - batch.start == executor.batch
-                    given = batch.reader.view(batch.start, batch.stop) if whole else None
+                    whole = batch.length is None and batch.count == executor.batch
+                    takes_views = executor.device.shares_host_memory and whole
+                    given = batch.reader.view(batch.start, batch.stop) if takes_views else None
                     if given is None:
-                        staging = _staging(slot, 0, batch.stop - batch.start)
+                        staging = _staging(slot, batch.length, 0, batch.count)
                         for piece in batch.reader.pieces(batch.start, batch.stop, staging):
                             pieces.append(executor._pool.submit(piece))
             except BaseException:
@@ -422,15 +445,15 @@ class _Run:
 
         def decode(part: Sequence[int]) -> None:
             start, stop = part[0], part[-1] + 1
-            staging = _staging(flight.slot, start, stop)
+            staging = _staging(flight.slot, batch.length, start, stop)
             found = self._results(batch.reader.pieces(batch.start + start, batch.start + stop, staging))
             failures.extend(RowFailure(start + one.row, one.stage, one.reason, one.exception) for one in found)
 
-        rows = range(batch.stop - batch.start)
+        rows = range(batch.count)
         decoder = Rescue(
             decode, "decode", "decoder", f"shard {batch.shard}", between_parts=lambda: self._progress("decode")
         )
-        return decoder.after(first_error, rows, len(rows)) + failures
+        return decoder.after(first_error, rows, BatchShape(batch.count, batch.length)) + failures
 
     def _results(self, pieces: Iterable[Piece]) -> list[RowFailure]:
         failures: list[RowFailure] = []
@@ -441,12 +464,14 @@ class _Run:
 
     def _send(self, flight: _Flight) -> None:
         """Fill the holes of the batch and queue it, unless it was cut before the ceiling came down."""
-        count, flight.shape = flight.batch.stop - flight.batch.start, self._executor.batch
-        if count > flight.shape:
+        batch, shape = flight.batch, self._executor.ceiling.shape(flight.batch.length)
+        flight.shape = shape
+        if batch.count > shape.rows:
             flight.refused = _OversizedError()
             return
-        flight.padding = flight.shape - count
-        flight.slot.fill_holes([failure.row for failure in flight.failures] + list(range(count, flight.shape)))
+        flight.padding = shape.elements - batch.elements(range(batch.count))
+        holes = [failure.row for failure in flight.failures] + list(range(batch.count, shape.rows))
+        flight.slot.fill_holes(holes, batch.length)
         self._executor._queue(flight)
 
     def _drain(self) -> None:
@@ -456,7 +481,7 @@ class _Run:
                 raise flight
             if self._stop.is_set():
                 continue
-            count, results = flight.batch.stop - flight.batch.start, flight.slot.results
+            count, results = flight.batch.count, flight.slot.results
             with self._clock.at("compute"):
                 try:
                     flight.finish()
@@ -472,6 +497,7 @@ class _Run:
             with self._clock.at("write"):
                 self._write(ScoredBatch(flight.batch, outputs, failures))
             self._rows, self._count = self._rows + count, self._count + 1
+            self._elements += flight.batch.elements(range(count))
             self._padded += flight.padding
             for tensor in (*flight.slot.inputs, *flight.slot.outputs):
                 executor.device.retire(tensor.staging, tensor.buffer)
@@ -480,21 +506,23 @@ class _Run:
     def _rescue(self, flight: _Flight, error: Exception) -> dict[str, npt.NDArray[Any]]:
         """Score what can be scored of a batch that failed as a whole; its failures are added to the flight."""
         slot, executor, rows, tried = flight.slot, self._executor, flight.rows, flight.shape
+        length, whole = flight.batch.length, flight.batch.count
         flight.bring_in()
-        inputs = {tensor.spec.name: tensor.rows.copy() for tensor in slot.inputs}
-        kept = {tensor.spec.name: np.zeros_like(tensor.rows) for tensor in slot.outputs}
         flight.padding = 0
+        staging = slot.staging(length)
+        inputs = {name: values[:whole].copy() for name, values in staging.items()}
+        kept = {name: np.zeros_like(values[:whole]) for name, values in slot.results.items()}
 
         def run(part: Sequence[int]) -> None:
-            count, flight.shape = len(part), executor.batch
-            for tensor in slot.inputs:
-                tensor.rows[:count] = inputs[tensor.spec.name][list(part)]
-            slot.fill_holes(range(count, flight.shape))
+            count, flight.shape = len(part), executor.ceiling.shape(length)
+            for name, values in staging.items():
+                values[:count] = inputs[name][list(part)]
+            slot.fill_holes(range(count, flight.shape.rows), length)
             executor._queue(flight)
             flight.finish()
-            for tensor in slot.outputs:
-                kept[tensor.spec.name][list(part)] = tensor.rows[:count]
-            flight.padding += flight.shape - count
+            for name, values in slot.results.items():
+                kept[name][list(part)] = values[:count]
+            flight.padding += flight.shape.elements - flight.batch.elements(part)
 
         engine = Rescue(
             run,
@@ -502,6 +530,7 @@ class _Run:
             "engine",
             executor.engine.file.key,
             executor.ceiling,
+            length,
             between_parts=lambda: self._progress("compute"),
         )
         again = isinstance(error, _OversizedError)
@@ -518,8 +547,8 @@ class _Run:
 
     def _check_engine(self, flight: _Flight, error: Exception) -> None:
         """An engine that fails on harmless values, too, is broken: then no row is to blame."""
-        flight.shape = self._executor.batch
-        flight.slot.fill_holes(range(flight.shape))
+        flight.shape = self._executor.ceiling.shape(flight.batch.length)
+        flight.slot.fill_holes(range(flight.shape.rows), flight.batch.length)
         self._executor._queue(flight)
         try:
             flight.finish()
@@ -551,9 +580,9 @@ class _Run:
         self._settled.set()
 
 
-def _staging(slot: Slot, start: int, stop: int) -> dict[str, npt.NDArray[Any]]:
+def _staging(slot: Slot, length: int | None, start: int, stop: int) -> dict[str, npt.NDArray[Any]]:
     """The slot's input rows `start … stop`, for a decoder to fill."""
-    return {name: rows[start:stop] for name, rows in slot.staging.items()}
+    return {name: rows[start:stop] for name, rows in slot.staging(length).items()}
 
 
 def _await_all(pieces: list[Future[list[RowFailure]]]) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from gpu_runtime.backends.protocol import Context, EngineFile
+from gpu_runtime.datasets.batching import BatchShape
 from gpu_runtime.device.host import typed_view
 from gpu_runtime.device.protocol import Array, Buffer, Device, Event, HostArray, Stream
 from gpu_runtime.specs import TensorSpec
@@ -17,13 +17,20 @@ from gpu_runtime.specs import TensorSpec
 
 @dataclass(frozen=True)
 class TensorSlot:
-    """One tensor's staging memory and device memory, each at its full batch size."""
+    """One tensor's staging memory and device memory, each large enough for every batch shape."""
 
     spec: TensorSpec
     staging: HostArray
     buffer: Buffer
-    rows: npt.NDArray[Any]  # the staging memory as [batch, *shape]
-    arrays: dict[int, Array]  # rows → the device memory as [rows, *shape], for each batch shape used so far
+    views: dict[int | None, npt.NDArray[Any]]  # length → what `rows` gave
+    arrays: dict[BatchShape, Array]  # the device memory as [rows, *shape], for each batch shape used so far
+
+    def rows(self, length: int | None = None) -> npt.NDArray[Any]:
+        """The staging memory as `[most, *shape]`: as many rows of that length as there is room for."""
+        if length not in self.views:
+            most = self.staging.nbytes // self.spec.nbytes(1, length)
+            self.views[length] = typed_view(self.staging, self.spec.dtype, self.spec.batch_shape(most, length))
+        return self.views[length]
 
 
 @dataclass(frozen=True)
@@ -38,41 +45,44 @@ class Slot:
     computed: Event
     copied_out: Event
 
-    @property
-    def staging(self) -> Mapping[str, npt.NDArray[Any]]:
-        """Input name → `[batch, *shape]`, for decoders to write into."""
-        return {tensor.spec.name: tensor.rows for tensor in self.inputs}
+    def staging(self, length: int | None = None) -> Mapping[str, npt.NDArray[Any]]:
+        """Input name → `[most, *shape]`, for decoders to write into."""
+        return {tensor.spec.name: tensor.rows(length) for tensor in self.inputs}
 
     @property
     def results(self) -> Mapping[str, npt.NDArray[Any]]:
-        """Output name → `[batch, *shape]`; valid from `copied_out` until the slot is freed."""
-        return {tensor.spec.name: tensor.rows for tensor in self.outputs}
+        """Output name → `[most, *shape]`; valid from `copied_out` until the slot is freed."""
+        return {tensor.spec.name: tensor.rows() for tensor in self.outputs}
 
-    def enqueue(self, device: Device, rows: int, given: Mapping[str, npt.NDArray[Any]] | None = None) -> None:
-        """Queue the computation of the slot's first `rows` rows on its compute stream; or, on a device that shares the
-        host's memory, of the inputs `given`, `[rows, *shape]` each."""
+    def enqueue(self, device: Device, shape: BatchShape, given: Mapping[str, npt.NDArray[Any]] | None = None) -> None:
+        """Queue the computation of the slot's first rows, in that shape, on its compute stream; or, on a device that
+        shares the host's memory, of the inputs `given`, `[rows, *shape]` each."""
         for tensor in (*self.inputs, *self.outputs):
-            if rows not in tensor.arrays:
-                tensor.arrays[rows] = device.view(tensor.buffer, tensor.spec.dtype, tensor.spec.batch_shape(rows))
-        inputs = given or {tensor.spec.name: tensor.arrays[rows] for tensor in self.inputs}
-        outputs = {tensor.spec.name: tensor.arrays[rows] for tensor in self.outputs}
+            if shape not in tensor.arrays:
+                dims = tensor.spec.batch_shape(shape.rows, shape.length)
+                tensor.arrays[shape] = device.view(tensor.buffer, tensor.spec.dtype, dims)
+        inputs = given or {tensor.spec.name: tensor.arrays[shape] for tensor in self.inputs}
+        outputs = {tensor.spec.name: tensor.arrays[shape] for tensor in self.outputs}
         self.context.enqueue(inputs, outputs, self.compute)
 
-    def fill_holes(self, rows: Sequence[int]) -> None:
-        """Put a harmless value, inside the declared range, where rows are missing."""
+    def fill_holes(self, rows: Sequence[int], length: int | None = None) -> None:
+        """Put harmless values, inside the declared range, where rows are missing; to a mask such a row is whole."""
         if rows:
             for tensor in self.inputs:
-                tensor.rows[list(rows)] = hole_value(tensor.spec)
+                tensor.rows(length)[list(rows)] = 1 if tensor.spec.mask else tensor.spec.filler
 
 
-def allocate_slot(file: EngineFile, device: Device, batch: int, context: Context, compute: Stream) -> Slot:
+def allocate_slot(
+    file: EngineFile, device: Device, shapes: Iterable[BatchShape], context: Context, compute: Stream
+) -> Slot:
+    """A slot with room for a batch of any of `shapes`."""
+    shapes = tuple(shapes)
+
     def tensors(specs: tuple[TensorSpec, ...]) -> tuple[TensorSlot, ...]:
         made = []
         for spec in specs:
-            staging = device.pinned(batch * spec.row_nbytes)
-            buffer = device.empty(staging)
-            rows = typed_view(staging, spec.dtype, spec.batch_shape(batch))
-            made.append(TensorSlot(spec, staging, buffer, rows, {}))
+            staging = device.pinned(max(spec.nbytes(shape.rows, shape.length) for shape in shapes))
+            made.append(TensorSlot(spec, staging, device.empty(staging), {}, {}))
         return tuple(made)
 
     return Slot(
@@ -84,13 +94,3 @@ def allocate_slot(file: EngineFile, device: Device, batch: int, context: Context
         device.event(),
         device.event(),
     )
-
-
-def hole_value(spec: TensorSpec) -> Any:
-    """Zero, or the nearest value that the tensor's range allows."""
-    value = 0.0
-    if spec.minimum is not None:
-        value = max(value, spec.minimum)
-    if spec.maximum is not None:
-        value = min(value, spec.maximum)
-    return np.asarray(value).astype(spec.numpy_dtype)

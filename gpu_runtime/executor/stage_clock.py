@@ -72,13 +72,16 @@ class RunStats:
 
     `cpu_s` is all the CPU time of this process during the run, by every stage, padding and retries included. On a
     shared CPU the bound is cores ÷ (CPU-seconds per row), so `efficiency` = cpu_s ÷ (cores × wall_s): how much of
-    the cores' time was worked. Latencies are from a batch's dispatch until the writer held its results, in
-    milliseconds. `peak_memory_mib` is this process' largest resident memory during the run, where the system tells.
+    the cores' time was worked. `elements` is what was asked of the engine: rows, or their lengths summed up where they
+    differ; `padded_elements` what it computed beside them. Latencies are from a batch's dispatch until the writer held
+    its results, in milliseconds. `peak_memory_mib` is this process' largest resident memory during the run, where the
+    system tells.
     """
 
     rows: int
     batches: int
-    padded_rows: int
+    elements: int
+    padded_elements: int
     wall_s: float
     cpu_s: float
     cores: int
@@ -90,8 +93,8 @@ class RunStats:
 
     @property
     def padding(self) -> float:
-        """Rows computed for nothing ÷ rows scored: what filling up the last batches cost."""
-        return self.padded_rows / self.rows if self.rows else 0.0
+        """Computed for nothing ÷ asked for: what filling up batches, and rows to the length of their batch, cost."""
+        return self.padded_elements / self.elements if self.elements else 0.0
 
     @property
     def rows_per_s(self) -> float:

@@ -1,4 +1,4 @@
-"""ModelSpec → ExportedModel: an ONNX graph with a dynamic batch, normalisation and top-k baked in, and proved.
+"""ModelSpec → ExportedModel: an ONNX graph with a dynamic batch (and length), normalisation and top-k baked in, proved.
 
 An exported file is trusted only after it was opened in ONNX Runtime and `parity` held it against the module.
 """
@@ -18,8 +18,9 @@ import numpy.typing as npt
 
 from gpu_runtime.artifacts import Artifact, ArtifactStore, file_digest
 from gpu_runtime.errors import ExportError
-from gpu_runtime.export.parity import ParityReport, check_batching, compare
+from gpu_runtime.export.parity import ParityReport, check_batching, check_padding, compare, proof_length
 from gpu_runtime.specs import (
+    LENGTH,
     Graph,
     ImageNormalization,
     ModelSpec,
@@ -35,7 +36,7 @@ from gpu_runtime.specs import (
 
 KIND = "onnx_model"
 OPSET = 20
-_BATCH = "batch"
+_BATCH, _LENGTH = "batch", "length"
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class ExportedModel:
             inputs=tensor_specs(facts["inputs"]),
             outputs=tensor_specs(facts["outputs"]),
             max_batch=facts["max_batch"],
+            max_length=facts["max_length"],
         )
 
 
@@ -88,9 +90,10 @@ def export_model(spec: ModelSpec, store: ArtifactStore) -> ExportedModel:
         outputs = output_specs(run, spec)
         parity = compare(source, core_run, run, spec)
         if spec.top_k:
-            (logits,) = core_run(synthetic_rows(spec.module_inputs(), 1, seed=1)).values()
+            (logits,) = core_run(synthetic_rows(spec.module_inputs(), 1, 1, proof_length(spec))).values()
             outputs = tuple(replace(t, maximum=logits.shape[-1] - 1) if t.name == "top_index" else t for t in outputs)
         check_batching(run, spec)
+        check_padding(run, spec)
         core.unlink()
         draft.metadata = {
             "model": spec.name,
@@ -100,6 +103,7 @@ def export_model(spec: ModelSpec, store: ArtifactStore) -> ExportedModel:
             "inputs": to_plain(spec.inputs),
             "outputs": to_plain(outputs),
             "max_batch": spec.max_batch,
+            "max_length": spec.max_length,
             "weights_digest": source.weights_digest,
             "parity": to_plain(parity),
         }
@@ -119,8 +123,8 @@ class TorchModel:
 
         # It warns once for each torchvision operator wherever torchvision is not installed.
         logging.getLogger("torch.onnx._internal.exporter._registration").setLevel(logging.ERROR)
-        spec, batch = self._spec, min(2, self._spec.max_batch)
-        rows = synthetic_rows(spec.module_inputs(), batch, seed=0)
+        spec, batch, length = self._spec, min(2, self._spec.max_batch), proof_length(self._spec)
+        rows = synthetic_rows(spec.module_inputs(), batch, 0, length)
         try:
             self(rows)
         except Exception as error:
@@ -130,11 +134,12 @@ class TorchModel:
                 "the module fails on rows of the declared inputs",
                 stage="export",
                 item=spec.name,
-                expected=", ".join(f"{t.name} {t.dtype} {t.batch_shape(batch)}" for t in spec.module_inputs()),
+                expected=", ".join(f"{t.name} {t.dtype} {t.batch_shape(batch, length)}" for t in spec.module_inputs()),
                 got=f"{type(error).__name__}: {error}",
                 next_step="make `inputs` in defs.yaml what the module takes, in its order",
             ) from error
         axis = torch.export.Dim(_BATCH, min=1, max=max(2, spec.max_batch))
+        along = torch.export.Dim(_LENGTH, min=1, max=spec.max_length) if spec.max_length else None
         try:
             program = torch.onnx.export(
                 self._module,
@@ -143,17 +148,20 @@ class TorchModel:
                 opset_version=OPSET,
                 input_names=[t.name for t in spec.inputs],
                 output_names=list(spec.outputs),
-                dynamic_shapes=tuple({0: axis} for _ in spec.inputs),
+                dynamic_shapes=tuple(
+                    {0: axis} | ({1 + t.shape.index(LENGTH): along} if t.has_length else {}) for t in spec.inputs
+                ),
                 verbose=False,
             )
         except Exception as error:
             raise ExportError(
-                "torch could not export the module with a dynamic batch",
+                f"torch could not export the module with a dynamic batch{' and length' if length else ''}",
                 stage="export",
                 item=spec.name,
-                expected=f"a module whose Python does not depend on the batch size (1 … {spec.max_batch})",
+                expected=f"a module whose Python does not depend on the batch size (1 … {spec.max_batch})"
+                + (f" nor on the length (1 … {spec.max_length})" if length else ""),
                 got=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
-                next_step="remove branches on shape[0] from forward()",
+                next_step="remove branches on shapes from forward()",
             ) from error
         assert program is not None
         onnx.save(program.model_proto, str(path))
@@ -272,15 +280,16 @@ def _open_checked(path: Path, spec: ModelSpec) -> Any:
 
 def output_specs(run: Any, spec: ModelSpec) -> tuple[TensorSpec, ...]:
     """Names, dtypes and row shapes that the finished graph really gives."""
-    rows = min(2, spec.max_batch)
+    rows, length = min(2, spec.max_batch), proof_length(spec)
     try:
-        made = run(synthetic_rows(spec.inputs, rows, seed=1))
+        made = run(synthetic_rows(spec.inputs, rows, 1, length))
+        longer = run(synthetic_rows(spec.inputs, rows, 1, spec.max_length)) if length else made
     except Exception as error:
         raise ExportError(
             f"the graph does not take the declared inputs: {error}",
             stage="export",
             item=spec.name,
-            expected=", ".join(f"{t.name} {t.dtype} {t.batch_shape(rows)}" for t in spec.inputs),
+            expected=", ".join(f"{t.name} {t.dtype} {t.batch_shape(rows, length)}" for t in spec.inputs),
             next_step="correct the inputs' dtypes and shapes in defs.yaml",
         ) from error
     found = []
@@ -292,6 +301,15 @@ def output_specs(run: Any, spec: ModelSpec) -> tuple[TensorSpec, ...]:
                 item=f"{spec.name}.{name}",
                 expected=f"[{rows}, …] for a batch of {rows}",
                 got=str(value.shape),
+            )
+        if longer[name].shape != value.shape:
+            raise ExportError(
+                "an output grows with the length",
+                stage="export",
+                item=f"{spec.name}.{name}",
+                expected="one result of a fixed shape for each row",
+                got=f"{value.shape} of length {length}, {longer[name].shape} of length {spec.max_length}",
+                next_step="pool over the length in the model, as a mean over the mask does",
             )
         bounds = _bounds(spec, name)
         found.append(TensorSpec(name, str(value.dtype), value.shape[1:], *bounds))  # type: ignore[arg-type]
@@ -367,6 +385,19 @@ def _free_batch_dimension(model: Any, spec: ModelSpec) -> None:
                 next_step="export it with a dynamic first dimension",
             )
         dims[0].dim_param = _BATCH
+        tensor = next(t for t in spec.inputs if t.name == value.name)
+        if tensor.has_length and len(dims) == 1 + len(tensor.shape):
+            along = dims[1 + tensor.shape.index(LENGTH)]
+            if along.HasField("dim_value"):
+                raise ExportError(
+                    "its length is fixed",
+                    stage="export",
+                    item=f"{spec.name}.{value.name}",
+                    expected=f"a dynamic length, 1 … {spec.max_length}",
+                    got=str(along.dim_value),
+                    next_step="export it with that dimension dynamic, or declare its shape without -1",
+                )
+            along.dim_param = _LENGTH
     for value in model.graph.output:
         if value.type.tensor_type.shape.dim:
             value.type.tensor_type.shape.dim[0].dim_param = _BATCH

@@ -1,4 +1,4 @@
-"""Proofs that an exported graph is the model: same numbers, any batch size, no row sees another."""
+"""Proofs that an exported graph is the model: same numbers, any batch size, no row sees another or its padding."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu_runtime.errors import ExportError
-from gpu_runtime.specs import ImageNormalization, ModelSpec, synthetic_rows
+from gpu_runtime.specs import ImageNormalization, ModelSpec, padded_rows, synthetic_rows
 
 Run = Callable[[Mapping[str, npt.NDArray[Any]]], Mapping[str, npt.NDArray[Any]]]
 
@@ -28,13 +28,18 @@ class ParityReport:
     tolerance: float = TOLERANCE
 
 
+def proof_length(spec: ModelSpec) -> int | None:
+    """The length of rows in proofs, shorter than the longest; None where all rows are alike."""
+    return None if spec.max_length is None else max(1, min(7, spec.max_length - 1))
+
+
 def compare(reference: Run, core: Run, baked: Run, spec: ModelSpec) -> ParityReport:
     """Hold the bare graph against the module, and the baked one against the bare.
 
     `reference` and `core` take the module's inputs, `baked` takes the dataset's. Raises `ExportError`.
     """
     rows = min(8, spec.max_batch)
-    raw = synthetic_rows(spec.inputs, rows, seed=2)
+    raw = synthetic_rows(spec.inputs, rows, 2, proof_length(spec))
     module_rows = {
         t.name: normalized(raw[t.name], spec.normalize[t.name]) if t.name in spec.normalize else raw[t.name]
         for t in spec.inputs
@@ -68,7 +73,7 @@ def compare(reference: Run, core: Run, baked: Run, spec: ModelSpec) -> ParityRep
 def check_batching(run: Run, spec: ModelSpec) -> None:
     """Batches of 1, 2, 3 and the maximum, and no row that depends on its neighbours. Raises `ExportError`."""
     sizes = sorted({1, 2, 3, spec.max_batch} & set(range(1, spec.max_batch + 1)))
-    rows = synthetic_rows(spec.inputs, max(sizes), seed=3)
+    rows = synthetic_rows(spec.inputs, max(sizes), 3, proof_length(spec))
     for size in sizes:
         batch = {name: np.ascontiguousarray(value[:size]) for name, value in rows.items()}
         try:
@@ -110,6 +115,28 @@ def check_batching(run: Run, spec: ModelSpec) -> None:
                 expected="the same result alone, in a batch and in another order",
                 got="different results",
                 next_step="look for batch statistics or a reshape across dimension 0",
+            )
+
+
+def check_padding(run: Run, spec: ModelSpec) -> None:
+    """Rows of a length of their own give the same when they are padded to the longest. Raises `ExportError`."""
+    if spec.max_length is None:
+        return
+    length = proof_length(spec)
+    rows = synthetic_rows(spec.inputs, min(4, spec.max_batch), 5, length)
+    padded = {
+        t.name: padded_rows(t, rows[t.name], spec.max_length) if t.has_length else rows[t.name] for t in spec.inputs
+    }
+    alone, together = run(rows), run(padded)
+    for name, value in alone.items():
+        if value.dtype.kind == "f" and not _difference(value, together[name]) <= TOLERANCE:
+            raise ExportError(
+                f"a row's {name!r} depends on its padding",
+                stage="export",
+                item=spec.name,
+                expected=f"the same result for a row of length {length}, alone and padded to {spec.max_length}",
+                got="different results",
+                next_step="declare an input with `mask: true`, and leave out in forward() what it says is padding",
             )
 
 

@@ -121,9 +121,11 @@ class ShardWriter:
         self._writer: Any = None
         self._pending: list[Any] = []
         self._pending_rows = 0
+        self._places: list[Any] = []
 
-    def append(self, origins: Any, outputs: Mapping[str, Any]) -> None:
-        """Add rows: where they came from (`origins_of`), and `outputs` (`[n, *shape]`), which are copied."""
+    def append(self, origins: Any, outputs: Mapping[str, Any], places: Any = None) -> None:
+        """Add rows: where they came from (`origins_of`), and `outputs` (`[n, *shape]`), which are copied. `places`
+        (`[n]`) says which row of the file each is to be, where they come in another order; all are held until then."""
         import pyarrow as pa
 
         count = origins.num_rows
@@ -138,7 +140,9 @@ class ShardWriter:
         self._pending.append(pa.RecordBatch.from_arrays(arrays, schema=self._arrow))
         self._pending_rows += count
         self.rows += count
-        if self._pending_rows >= _ROWS_PER_GROUP:
+        if places is not None:
+            self._places.append(places)
+        elif self._pending_rows >= _ROWS_PER_GROUP:
             self._flush()
 
     def finish(self) -> tuple[int, str]:
@@ -157,7 +161,10 @@ class ShardWriter:
             # Scores hardly ever repeat: a dictionary would only cost time. Whoever reads the file sees plain text.
             self._writer = pq.ParquetWriter(self._file, self._arrow, use_dictionary=list(_REPEATED), store_schema=False)
         if self._pending:
-            self._writer.write_table(pa.Table.from_batches(self._pending, self._arrow))
+            table = pa.Table.from_batches(self._pending, self._arrow)
+            if self._places:
+                table = table.take(np.argsort(np.concatenate(self._places)))
+            self._writer.write_table(table, _ROWS_PER_GROUP)
         self._pending, self._pending_rows = [], 0
 
 

@@ -48,6 +48,9 @@ class ServingPlan:
     value: float
     reference: float
 
+    lengths: tuple[int, ...] = ()
+    """What rows that differ in length are padded to; `batch` counts elements then."""
+
     @property
     def digest(self) -> str:
         evidence = {"report", "reason", "engine_rows_per_s", "value", "reference"}
@@ -82,7 +85,8 @@ class ServingPlan:
 
     @staticmethod
     def from_plain(plain: Mapping[str, Any]) -> ServingPlan:
-        return ServingPlan(**{**plain, "device_class": DeviceClass.from_plain(plain["device_class"])})
+        given = {"device_class": DeviceClass.from_plain(plain["device_class"]), "lengths": tuple(plain["lengths"])}
+        return ServingPlan(**{**plain, **given})
 
     def engine_file(self, store: ArtifactStore) -> EngineFile:
         """The promoted engine from the store, its bytes verified."""

@@ -2,6 +2,7 @@
 
 # No `from __future__ import annotations` here: Dagster reads the parameters' annotations as they are.
 
+import dataclasses
 import importlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -81,14 +82,14 @@ def daily_input(pipeline: Pipeline) -> dg.AssetsDefinition:
     @_asset(
         pipeline,
         pipeline.dataset.name,
-        {"dataset": pipeline.dataset, "land": pipeline.land},
+        {"dataset": dataclasses.replace(pipeline.dataset, tokenizer=None), "land": pipeline.land},
         {pipeline.dataset.format},
         description="One day's inputs. Its data version is the digest of the files' fingerprints.",
         partitions_def=pipeline.partitions,
         backfill_policy=dg.BackfillPolicy.single_run(),
     )
     def inputs(context: dg.AssetExecutionContext, dataset: DatasetResource) -> Iterator[dg.MaterializeResult]:
-        source, land = dataset.source(pipeline.dataset, pipeline.model.inputs), _land(pipeline.land)
+        source, land = dataset.source(pipeline.dataset, pipeline.model), _land(pipeline.land)
         run = RangeRun(context, pipeline.input_key, {})
         for day in context.partition_keys:
             try:
@@ -351,7 +352,7 @@ def predictions(pipeline: Pipeline) -> dg.AssetsDefinition:
         gpu: GpuResource,
     ) -> Iterator[dg.MaterializeResult]:
         plan = artifacts.promotions().current(pipeline.name, gpu.open().device_class).plan
-        source = dataset.source(pipeline.dataset, pipeline.model.inputs)
+        source = dataset.source(pipeline.dataset, pipeline.model)
         plan.check_declaration(declaration_of(pipeline.model, source))
         days = score_days(
             context.partition_keys,
@@ -396,7 +397,7 @@ def _published(
 def _upstream(
     context: dg.AssetExecutionContext, pipeline: Pipeline, artifacts: ArtifactStoreResource, dataset: DatasetResource
 ) -> Upstream:
-    source = dataset.source(pipeline.dataset, pipeline.model.inputs)
+    source = dataset.source(pipeline.dataset, pipeline.model)
     return Upstream(context, pipeline, artifacts.store(), source)
 
 

@@ -25,13 +25,15 @@ class Settings(dg.Model, dg.Resolvable):
 
 
 class InputSettings(Settings):
-    """One input as the dataset supplies it. `shape` is one row's."""
+    """One input as the dataset supplies it. `shape` is one row's; -1 is a dimension in which rows differ. A `mask` is
+    filled by the runtime: 1 where a row has values, 0 where it is padded."""
 
     name: str
     dtype: Dtype
     shape: list[int] = Field(default=[])
     minimum: float | None = None
     maximum: float | None = None
+    mask: bool = False
 
 
 class NormalizationSettings(Settings):
@@ -59,6 +61,7 @@ class ModelSettings(Settings):
     normalize: dict[str, NormalizationSettings] = Field(default={})
     top_k: int | None = None
     max_batch: int = 64
+    max_length: int | None = None
     output_ranges: dict[str, RangeSettings] = Field(default={})
 
 
@@ -66,7 +69,9 @@ class DatasetSettings(Settings):
     """The data that arrives every day under `<data root>/<name>/<day>/`.
 
     `vocabularies` name files beside defs.yaml with one known value a line. `land` is `module:function(day,
-    folder)`; leave it out when another system writes the folders. Without `last_day` the days go on.
+    folder)`; leave it out when another system writes the folders. Without `last_day` the days go on. `tokenizer` is a
+    tokenizer.json beside defs.yaml that turns a text column into ids; texts of more than `max_length` are quarantined,
+    or cut with `truncate`.
     """
 
     name: str
@@ -80,6 +85,8 @@ class DatasetSettings(Settings):
     row_key: str | None = None
     label: str | None = None
     crop_fraction: float = 0.875
+    tokenizer: str | None = None
+    truncate: bool = False
 
 
 class RowsSettings(Settings):
@@ -165,8 +172,10 @@ class InferencePipeline(dg.Component, dg.Model, dg.Resolvable):
             row_key=dataset.row_key,
             label=dataset.label,
             crop_fraction=dataset.crop_fraction,
+            tokenizer=str(_file(folder / dataset.tokenizer)) if dataset.tokenizer else None,
+            truncate=dataset.truncate,
         )
-        dataset_spec.source(Path(), spec.inputs)  # columns that do not fill the inputs are told now, not at night
+        dataset_spec.source(Path(), spec)  # columns that do not fill the inputs are told now, not at night
         return Pipeline(
             model=spec,
             dataset=dataset_spec,
@@ -196,11 +205,14 @@ def _model_spec(folder: Path, model: ModelSettings) -> ModelSpec:
         name=folder.name,
         version=str(model.version),
         source=source,
-        inputs=tuple(TensorSpec(t.name, t.dtype, tuple(t.shape), t.minimum, t.maximum) for t in model.inputs),
+        inputs=tuple(
+            TensorSpec(t.name, t.dtype, tuple(t.shape), t.minimum, t.maximum, mask=t.mask) for t in model.inputs
+        ),
         outputs=tuple(model.outputs),
         normalize={name: ImageNormalization(tuple(one.mean), tuple(one.std)) for name, one in model.normalize.items()},
         top_k=TopK(model.top_k) if model.top_k else None,
         max_batch=model.max_batch,
+        max_length=model.max_length,
         output_ranges={name: (one.minimum, one.maximum) for name, one in model.output_ranges.items()},
     )
 
@@ -217,8 +229,11 @@ def _rows(settings: RowsSettings) -> RowsFrom:
 
 
 def _lines(path: Path) -> tuple[str, ...]:
+    """One value a line."""
+    return tuple(_file(path).read_text(encoding="utf-8").splitlines())
+
+
+def _file(path: Path) -> Path:
     if not path.is_file():
-        raise SpecError(
-            "no such file", stage="defs.yaml", item=path.name, expected=f"one value a line in {path.parent.name}/"
-        )
-    return tuple(path.read_text(encoding="utf-8").splitlines())
+        raise SpecError("no such file", stage="defs.yaml", item=path.name, expected=f"a file in {path.parent.name}/")
+    return path

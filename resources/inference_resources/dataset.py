@@ -8,14 +8,14 @@ import dagster as dg
 
 from gpu_runtime.datasets.declaration import DatasetSpec
 from gpu_runtime.datasets.partition import Source
-from gpu_runtime.specs import TensorSpec
+from gpu_runtime.specs import ModelSpec
 
 
 class DatasetResource(dg.ConfigurableResource):
     root: str
 
-    def source(self, dataset: DatasetSpec, inputs: tuple[TensorSpec, ...]) -> Source:
-        return dataset.source(Path(self.root), inputs)
+    def source(self, dataset: DatasetSpec, model: ModelSpec) -> Source:
+        return dataset.source(Path(self.root), model)
 
     def day_folder(self, dataset: DatasetSpec, day: str) -> Path:
         """Where the day's files belong; it need not exist yet."""

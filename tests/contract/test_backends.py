@@ -135,7 +135,7 @@ def on_device(device: HostDevice, specs: tuple[TensorSpec, ...], rows: int) -> A
     """Arrays as the executor's slots hold them: the start of a buffer for the largest batch."""
     made = {}
     for spec in specs:
-        buffer = device.empty(device.pinned(MAX_BATCH * spec.row_nbytes))
+        buffer = device.empty(device.pinned(spec.nbytes(MAX_BATCH)))
         buffer.fill(0xFF)  # no output may keep it
         made[spec.name] = device.view(buffer, spec.dtype, spec.batch_shape(rows))
     return made
@@ -236,7 +236,7 @@ def test_results_are_in_the_arrays_given_and_nowhere_beyond(
     graph = dense(tmp_path)
     reference = ReferenceSession(graph.path)
     rows = synthetic_rows(graph.inputs, 3, seed=9)
-    memory = device.pinned(MAX_BATCH * graph.outputs[0].row_nbytes)
+    memory = device.pinned(graph.outputs[0].nbytes(MAX_BATCH))
     memory.fill(0xAB)
     given = device.view(memory, "float32", (3, 8))
     with backend.load(build(backend, graph, device), device, EngineOptions()) as engine:

@@ -125,6 +125,7 @@ class MemoryShard:
     piece_rows: int = 2
     spoil: Callable[[int, int, Arrays], None] = lambda id, row, staging: None
     working: int = 0
+    lengths: None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property

@@ -42,7 +42,7 @@ class Sums:
         stream.launch(lambda: np.sum(inputs["x"], axis=1, out=outputs["sum"]))
 
 class Shard:
-    rows = BATCHES * ROWS
+    rows, lengths = BATCHES * ROWS, None
     def view(self, start, stop):
         return None
     def pieces(self, start, stop, staging):
@@ -75,7 +75,7 @@ NO_SLOTS = [  # memory for each batch anew, as in an executor that has no ring
         "                slot = self._free.get()\n",
         "                first = executor._slots[0]\n"
         "                slot = allocate_slot("
-        "executor.engine.file, executor.device, executor.batch, first.context, first.compute)\n",
+        "executor.engine.file, executor.device, executor.ceiling.batching.shapes, first.context, first.compute)\n",
     ),
     ("            self._free.put(flight.slot)\n", ""),
 ]

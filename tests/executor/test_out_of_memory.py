@@ -87,15 +87,15 @@ def test_every_library_s_words_halve_the_batch_until_it_fits(
     written, ids = record(), list(range(1, 46))
     stats = opened.run([shard(ids)], written)
     assert written.ids == ids and written.right and not written.failures
-    assert ceilings == [4, 2] and opened.executor.batch == opened.executor.ceiling.rows == 2
-    assert stats.rows == 45 and stats.padded_rows == 2 * sum(1 for b in opened.engine.seen if len(b) == 2) - 45
+    assert ceilings == [4, 2] and opened.executor.batch == 2
+    assert stats.rows == 45 and stats.padded_elements == 2 * sum(1 for b in opened.engine.seen if len(b) == 2) - 45
 
 
 @pytest.mark.parametrize(("rows", "padded"), [(5, 1), (6, 0), (8, 0), (9, 1)])
 def test_only_the_padding_of_what_was_kept_counts(bench: Any, shard: Any, record: Any, rows: int, padded: int) -> None:
     """Not that of a shape that did not fit."""
     stats = bench(batch=8, slots=1, during=no_room_above(2)).run([shard(range(1, rows + 1))], record())
-    assert stats.padded_rows == padded
+    assert stats.padded_elements == padded
 
 
 @pytest.mark.parametrize("streams", [1, 3])
@@ -150,7 +150,7 @@ def test_a_batch_that_was_cut_before_the_ceiling_came_down_runs_in_parts(bench: 
         [17, 18, 19, 20],
         [21, 22, 23, 24],
     ]
-    assert stats.padded_rows == 1
+    assert stats.padded_elements == 1
 
 
 def test_what_failed_in_a_slot_before_is_not_held_against_a_batch_that_runs_in_parts(

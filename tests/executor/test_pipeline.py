@@ -97,7 +97,7 @@ def test_the_last_batch_is_padded_for_the_engine_and_sliced_for_the_writer(
     stats = opened.run([shard(ids)], written)
     assert written.ids == ids and written.right
     padded = -rows % 4
-    assert (stats.rows, stats.batches, stats.padded_rows) == (rows, -(-rows // 4), padded)
+    assert (stats.rows, stats.batches, stats.padded_elements) == (rows, -(-rows // 4), padded)
     for batch in opened.engine.seen[:-1]:
         assert 0 not in batch
     if padded:  # with a value inside the declared range: the engine refuses anything else
@@ -115,7 +115,7 @@ def test_batches_never_cross_shards(bench: Any, shard: Any, record: Any) -> None
     stats = bench().run(shards, written)
     assert written.spans == [(0, 0, 4), (0, 4, 6), (1, 0, 1), (3, 0, 4), (3, 4, 8)]
     assert written.ids == [*range(6), 10, *range(20, 28)] and written.right
-    assert (stats.rows, stats.batches, stats.padded_rows) == (15, 5, 5)
+    assert (stats.rows, stats.batches, stats.padded_elements) == (15, 5, 5)
 
 
 def test_the_ring_does_not_drain_at_a_shard_s_border(bench: Any, shard: Any, record: Any) -> None:
@@ -750,7 +750,7 @@ def test_a_closed_executor_refuses_to_run_and_does_not_hang(bench: Any, shard: A
 
 def test_an_empty_run_has_empty_statistics(bench: Any, record: Any) -> None:
     stats = bench().run([], record())
-    assert (stats.rows, stats.batches, stats.padded_rows, stats.latency_p99_ms) == (0, 0, 0, 0.0)
+    assert (stats.rows, stats.batches, stats.padded_elements, stats.latency_p99_ms) == (0, 0, 0, 0.0)
     assert all(stage.busy_s == 0 for name, stage in stats.stages.items() if name != "read")
 
 
@@ -758,7 +758,7 @@ def test_statistics_are_of_one_run_not_of_all(bench: Any, shard: Any, record: An
     opened = bench(during=lambda ids: time.sleep(0.002))
     first = opened.run([shard(range(40))], record())
     second = opened.run([shard(range(6))], record())
-    assert (second.rows, second.batches, second.padded_rows) == (6, 2, 2)
+    assert (second.rows, second.batches, second.padded_elements) == (6, 2, 2)
     assert second.stages["compute"].busy_s < first.stages["compute"].busy_s
     assert 0 < second.latency_p50_ms <= second.latency_p90_ms <= second.latency_p99_ms
 

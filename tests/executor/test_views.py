@@ -6,6 +6,7 @@ Whatever happens to such a batch, the memory it lies in stays as it was.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ class Broken(Exception):
 class HeldShard:
     """Rows `ids` in two arrays. `looking(start)` runs in each `view`, which gives nothing where it returns False."""
 
-    working = 0
+    working, lengths = 0, None
 
     def __init__(self, ids: Sequence[int], looking: Callable[[int], Any] = lambda start: True) -> None:
         self.ids, self.rows, self._looking = list(ids), len(ids), looking
@@ -98,7 +99,7 @@ def test_a_full_batch_is_handed_on_as_it_lies_and_the_short_last_one_is_copied(
     for inputs, start in zip(opened.engine.handed, (0, 4), strict=False):
         assert all(inputs[name].ctypes.data == values[start:].ctypes.data for name, values in rows.arrays.items())
     assert rows.copied == [(8, 10)], "no piece of a handed batch is decoded"
-    assert (stats.rows, stats.batches, stats.padded_rows) == (10, 3, 2)
+    assert (stats.rows, stats.batches, stats.padded_elements) == (10, 3, 2)
     opened.assert_idle_and_usable(rows)
 
 
@@ -235,7 +236,7 @@ def test_a_batch_that_is_full_no_more_once_the_ceiling_came_down_is_filled_in(
     opened, rows, written = bench(batch=8), untouched(range(1, 9)), record()
 
     def batches() -> Iterator[Batch]:
-        opened.executor.ceiling.rows = 4
+        opened.executor.ceiling.batching = replace(opened.executor.ceiling.batching, budget=4)
         yield Batch(0, rows, 0, 8)
 
     opened.run_source(batches(), written)

@@ -208,7 +208,7 @@ def test_the_host_and_the_simulated_device_give_the_same_results(
         written = record()
         opened = bench(slots=slots, streams=streams, device=device, during=compute, spoil=spoil)
         stats = opened.run([shard(range(1, 14)), shard(range(20, 33))], written)
-        found.append((written.ids, written.rows, written.failures, written.spans, stats.rows, stats.padded_rows))
+        found.append((written.ids, written.rows, written.failures, written.spans, stats.rows, stats.padded_elements))
     assert found[0] == found[1]
     assert sorted(found[0][2]) == [6, 10, 21]
 

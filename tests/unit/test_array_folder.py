@@ -193,7 +193,7 @@ def test_what_is_hidden_is_left_out_and_another_format_is_no_empty_day(tmp_path:
 
 
 def test_the_format_is_declared_by_its_name(tmp_path: Path) -> None:
-    source = DatasetSpec("vectors", "arrays").source(tmp_path, (X,))
+    source = DatasetSpec("vectors", "arrays").source(tmp_path, ModelSpec("m", "1", OnnxSource("m.onnx"), (X,), ("y",)))
     assert source == ArrayFolderSource(str(tmp_path / "vectors"), (X,))
 
 

@@ -962,7 +962,7 @@ def test_the_run_report_says_what_ran_and_how_fast(
     assert made.report == report
     assert 0 < report["latency_p50_ms"] <= report["latency_p90_ms"] <= report["latency_p99_ms"]
     assert report["peak_memory_mib"] > 50 and report["cost_per_million_rows"] is None
-    assert report["padding"] == report["padded_rows"] / 50 == 10 / 50  # five shards of 10 rows, in batches of 4
+    assert report["padding"] == report["padded_elements"] / 50 == 10 / 50  # five shards of 10 rows, in batches of 4
 
 
 def test_a_run_says_what_a_million_rows_cost(source: CountingSource, score: Any) -> None:
