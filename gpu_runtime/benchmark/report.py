@@ -27,7 +27,7 @@ from gpu_runtime.quality.gate import GatePolicy, Verdict, judge_accuracy, judge_
 from gpu_runtime.specs import Graph, ModelSpec, digest_of
 
 KIND = "benchmark"
-_LENGTHS = 16
+_LENGTHS = 32
 """What rows that differ in length are padded to: so many lengths, chosen for the gate's rows."""
 
 

@@ -236,8 +236,6 @@ class ParquetReader:
     def __init__(self, source: ParquetSource, table: Any, shard: ShardTask, offset: int) -> None:
         self._source, self._shard = source, shard
         self._file = shard.files[0].path
-        self._keys = table.column(source.row_key).combine_chunks() if source.row_key else None
-        self._plain_keys = self._keys is not None and _is_plain(self._keys)
         self._positions = np.arange(offset, offset + table.num_rows)
         self.order: npt.NDArray[np.int64] | None = None
         self.lengths: npt.NDArray[np.int64] | None = None
@@ -247,6 +245,8 @@ class ParquetReader:
             table, self._positions = table.take(self.order).combine_chunks(), self._positions[self.order]
             self._ragged = self._ragged.take(self.order)
             self.lengths = self._ragged.lengths
+        self._keys = table.column(source.row_key).combine_chunks() if source.row_key else None
+        self._plain_keys = self._keys is not None and _is_plain(self._keys)
         self._table = table
         self._columns = {c: table.column(c) for columns in source.columns.values() for c in columns}
         self._arrays = {c: _as_array(column) for c, column in self._columns.items() if c not in source.vocabularies}

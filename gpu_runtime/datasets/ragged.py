@@ -18,8 +18,8 @@ from gpu_runtime.specs import TensorSpec
 
 @dataclass(frozen=True)
 class RaggedRows:
-    """Row i is `values[offsets[i] : offsets[i + 1]]`. `bad`: row → why it cannot be scored; such a row has one value
-    that means nothing."""
+    """Row i is `values[offsets[i] : offsets[i + 1]]`, one value at least. `bad`: row → why it cannot be scored; such a
+    row's values mean nothing."""
 
     values: npt.NDArray[Any]
     offsets: npt.NDArray[np.int64]

@@ -1,0 +1,187 @@
+"""A model whose rows differ in length, from its export to its published day."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from deltalake import DeltaTable
+
+from gpu_runtime.artifacts import ArtifactStore
+from gpu_runtime.benchmark.report import run_rows
+from gpu_runtime.datasets.parquet import ParquetSource
+from gpu_runtime.datasets.sample import sample_rows
+from gpu_runtime.device.host import HostDevice
+from gpu_runtime.errors import ExportError, SpecError
+from gpu_runtime.export.onnx_export import export_model
+from gpu_runtime.predictions.delta_table import PredictionTable
+from gpu_runtime.predictions.shard_file import PredictionSchema
+from gpu_runtime.scoring import Scorer, ScoringPolicy, score_partition
+from gpu_runtime.specs import ModelSpec, OnnxSource, TensorSpec, TorchSource
+
+DAY = "2026-03-01"
+IDS = TensorSpec("ids", "int32", (-1,), minimum=0, maximum=49)
+MASK = TensorSpec("mask", "int32", (-1,), mask=True)
+LENGTHS = (4, 9, 16)
+
+
+class Bag(torch.nn.Module):
+    """The mean over a row's tokens; of those that the mask shows, unless `careless`."""
+
+    def __init__(self, careless: bool = False, pooled: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.linear = torch.nn.Embedding(50, 8), torch.nn.Linear(8, 4)
+        self._careless, self._pooled = careless, pooled
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        shown = mask.to(torch.float32).unsqueeze(-1)
+        values = torch.tanh(self.linear(self.embedding(ids)))
+        if not self._pooled:
+            return values * shown
+        return values.mean(1) + 0 * shown.sum(1) if self._careless else (values * shown).sum(1) / shown.sum(1)
+
+
+def bag() -> torch.nn.Module:
+    return Bag()
+
+
+def careless() -> torch.nn.Module:
+    return Bag(careless=True)
+
+
+def unpooled() -> torch.nn.Module:
+    return Bag(pooled=False)
+
+
+def spec_of(factory: str, **changes: Any) -> ModelSpec:
+    given = {"max_batch": 8, "max_length": LENGTHS[-1]} | changes
+    return ModelSpec("bag", "1", TorchSource(f"{__name__}:{factory}"), (IDS, MASK), ("vector",), **given)
+
+
+@pytest.fixture(scope="module")
+def served_bag(serve: Any) -> Any:
+    made = serve(spec_of("bag"))
+    made.plan = replace(made.plan, batch=20, lengths=LENGTHS)
+    return made
+
+
+def expected(ids: list[int]) -> Any:
+    """What the module gives for the row alone, without any padding."""
+    with torch.inference_mode():
+        row = torch.tensor([ids], dtype=torch.int32)
+        return Bag().eval()(row, torch.ones_like(row))[0].numpy()
+
+
+@pytest.fixture
+def rows() -> list[Any]:
+    """Sequences of 1 … 16 ids, two of which cannot be scored."""
+    draw = np.random.default_rng(0)
+    found: list[Any] = [draw.integers(0, 50, draw.integers(1, 17)).tolist() for _ in range(60)]
+    found[7], found[31] = [1, 50], None
+    return found
+
+
+@pytest.fixture
+def source(tmp_path: Path, rows: list[Any]) -> ParquetSource:
+    folder = tmp_path / "days" / DAY
+    folder.mkdir(parents=True)
+    columns = {"tokens": pa.array(rows, pa.list_(pa.int32())), "n": [0 if row is None else len(row) for row in rows]}
+    pq.write_table(pa.table(columns), folder / "part.parquet", row_group_size=25)
+    return ParquetSource(
+        str(tmp_path / "days"),
+        (IDS, MASK),
+        {"ids": ("tokens",)},
+        label="n",
+        rows_per_shard=25,
+        max_length=LENGTHS[-1],
+    )
+
+
+def test_the_graph_takes_any_length_and_says_how_long(served_bag: Any) -> None:
+    graph = served_bag.exported.graph()
+    assert (graph.max_length, graph.inputs) == (16, (IDS, MASK))
+    dims = [value.type.tensor_type.shape.dim for value in onnx.load(graph.path).graph.input]
+    assert [[dim.dim_param for dim in one] for one in dims] == [["batch", "length"]] * 2
+    for length in (1, 5, 16):
+        ids = np.arange(3 * length, dtype=np.int32).reshape(3, length) % 50
+        found = served_bag.run({"ids": ids, "mask": np.ones_like(ids)})["vector"]
+        np.testing.assert_allclose(found, [expected(one.tolist()) for one in ids], atol=1e-5)
+
+
+def test_a_model_that_reads_its_padding_is_refused(store: ArtifactStore) -> None:
+    with pytest.raises(ExportError, match=r"'vector' depends on its padding.*mask: true"):
+        export_model(spec_of("careless"), store)
+
+
+def test_an_output_that_grows_with_the_length_is_refused(store: ArtifactStore) -> None:
+    with pytest.raises(ExportError, match=r"bag\.vector: an output grows with the length.*pool over the length"):
+        export_model(spec_of("unpooled"), store)
+
+
+def test_a_file_of_one_length_is_refused(served_bag: Any, store: ArtifactStore, tmp_path: Path) -> None:
+    model = onnx.load(served_bag.exported.graph().path)
+    model.graph.input[0].type.tensor_type.shape.dim[1].dim_value = 16
+    onnx.save(model, tmp_path / "fixed.onnx")
+    with pytest.raises(ExportError, match=r"bag\.ids: its length is fixed.*dynamic length, 1 … 16.*Got 16"):
+        export_model(replace(spec_of("bag"), source=OnnxSource(str(tmp_path / "fixed.onnx"))), store)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "max_length", "what"),
+    [
+        ((IDS, MASK), None, "max_length does not fit the inputs"),
+        ((TensorSpec("x", "float32"),), 8, "max_length does not fit the inputs"),
+        ((MASK, TensorSpec("x", "float32")), 8, "a mask of nothing"),
+    ],
+)
+def test_a_longest_row_is_declared_where_rows_differ_and_only_there(inputs: Any, max_length: Any, what: str) -> None:
+    with pytest.raises(SpecError, match=what):
+        ModelSpec("m", "1", OnnxSource("m.onnx"), inputs, ("y",), max_length=max_length)
+
+
+def test_a_shape_has_one_free_dimension_and_a_mask_is_plain() -> None:
+    with pytest.raises(SpecError, match="not a row's shape"):
+        TensorSpec("x", "float32", (-1, -1))
+    with pytest.raises(SpecError, match="cannot be a mask"):
+        TensorSpec("mask", "int32", (-1, 2), mask=True)
+    with pytest.raises(SpecError, match="cannot be a mask"):
+        TensorSpec("mask", "int32", (-1,), maximum=1, mask=True)
+
+
+def test_a_day_is_published_in_its_own_order_and_each_row_is_what_it_is_alone(
+    served_bag: Any, source: ParquetSource, rows: list[Any], tmp_path: Path
+) -> None:
+    table = PredictionTable(tmp_path / "table")
+    schema = PredictionSchema(served_bag.exported.graph().outputs, {})
+    with HostDevice() as device, Scorer(served_bag.plan, served_bag.store, device, ScoringPolicy(0.5)) as scorer:
+        made = score_partition(scorer, source.partition(DAY), source, schema, table, "run")
+        again = score_partition(scorer, source.partition(DAY), source, schema, table, "run")
+    assert (made.rows_in, made.scored, made.quarantined, made.accounted, again.reused) == (60, 58, 2, True, True)
+    held = DeltaTable(table.predictions.uri)
+    files = sorted(held.file_uris())  # one a shard, in the shards' order
+    found = pa.concat_tables([pq.ParquetFile(file).read() for file in files]).to_pylist()
+    good = [row for row in range(60) if row not in (7, 31)]
+    assert [row["source_position"] for row in found] == good
+    np.testing.assert_allclose([row["vector"] for row in found], [expected(rows[row]) for row in good], atol=1e-5)
+    elements = sum(len(row) for row in rows if row) + 1  # no row is shorter than that
+    assert made.report["run"]["elements"] == elements
+    assert made.report["padding"] == made.report["padded_elements"] / elements > 0
+
+
+def test_the_gate_sees_each_row_as_the_reference_does(served_bag: Any, source: ParquetSource) -> None:
+    sample = sample_rows(source, [DAY], 40, 0, labelled=True)
+    assert sample.lengths is not None and sample.labels is not None
+    assert sample.labels.tolist() == sample.lengths.tolist()  # the label of each row went along with it
+    engine = served_bag.engines.engines["onnxruntime:fp32"]
+    with HostDevice() as device:
+        found = run_rows(engine, device, sample, "vector")
+    alone = [expected(ids[:length].tolist()) for ids, length in zip(sample.inputs["ids"], sample.lengths, strict=True)]
+    np.testing.assert_allclose(found, alone, atol=1e-5)
