@@ -161,6 +161,19 @@ def test_a_float_graph_becomes_an_engine_whose_sidecar_describes_it(tmp_path: Pa
     assert EngineFile.from_sidecar(sidecar, file.path.parent) == file
 
 
+def test_rows_that_differ_in_length_get_a_profile_up_to_the_longest(tmp_path: Path) -> None:
+    free = replace(row("x", 1), shape=(-1,))
+    graph = graph_of(tmp_path, [node("ReduceSum", ["x", "axis"], ["y"], keepdims=0)], {"axis": np.array([1])},
+                     [free], [row("y")])  # fmt: skip
+    model = onnx.load(graph.path)
+    model.graph.input[0].type.tensor_type.shape.dim[1].dim_param = "length"
+    onnx.save(model, graph.path)
+    graph = replace(graph, max_length=40)
+    file = TensorRtRtxBackend().build(graph, tmp_path, SM86)
+    assert file.notes["profile_min_opt_max"] == {"x": [[1, 1], [8, 40], [8, 40]]}
+    assert (file.max_length, file.path.read_bytes()[:4]) == (40, b"vtrt")
+
+
 def test_symmetric_signed_int8_builds(tmp_path: Path) -> None:
     file = build(quantized(tmp_path, np.int8(0)), tmp_path)
     assert (file.key, file.scheme) == ("tensorrt_rtx:int8-tensorrt-minmax", "tensorrt")
