@@ -11,19 +11,27 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu_runtime.errors import GateError, SpecError
-from gpu_runtime.quality.metrics import accuracy, agreement, auc
+from gpu_runtime.quality.metrics import accuracy, agreement, auc, cosine
 from gpu_runtime.specs import Precision, TensorSpec
 
-Metric = Literal["auc", "top1", "agreement"]
+Metric = Literal["auc", "top1", "agreement", "cosine"]
+
+
+_READS: dict[Metric, str] = {
+    "auc": "one float score a row",
+    "top1": "class indices, best first (see `top_k`)",
+    "agreement": "class indices, best first (see `top_k`)",
+    "cosine": "a float vector a row",
+}
 
 
 @dataclass(frozen=True)
 class GatePolicy:
     """What an engine must keep.
 
-    `metric`: `auc` and `top1` need labels; `agreement` compares first choices with FP32 and needs none.
-    `output`: the output the metric reads. `max_drop`: how far below the FP32 reference the metric may fall
-    (for `agreement`, whose reference is 1: how large a share of rows may change). `min_speedup`: rows per
+    `metric`: `auc` and `top1` need labels; `agreement` compares first choices with FP32 and `cosine` vectors
+    (embeddings), and need none. `output`: the output the metric reads. `max_drop`: how far below the FP32 reference
+    the metric may fall (for `agreement` and `cosine`, whose reference is 1: below that). `min_speedup`: rows per
     second of a reduced-precision engine ÷ the best FP32 engine, measured in the same run. `min_value`: what the
     metric must reach whatever the reference says, so that a badly trained model does not serve in any precision.
     """
@@ -46,19 +54,24 @@ class GatePolicy:
 
     @property
     def needs_labels(self) -> bool:
-        return self.metric != "agreement"
+        return self.metric in ("auc", "top1")
 
     def check_output(self, outputs: Sequence[TensorSpec]) -> None:
         """Raise `GateError` unless the metric can read its output: a metric of the wrong tensor passes anything."""
         spec = next((one for one in outputs if one.name == self.output), None)
-        scores = spec is not None and spec.numpy_dtype.kind == "f" and spec.shape in ((), (1,))
-        classes = spec is not None and spec.numpy_dtype.kind in "iu" and len(spec.shape) <= 1
-        if not (scores if self.metric == "auc" else classes):
+        fits = False
+        if spec is not None:
+            floats, whole = spec.numpy_dtype.kind == "f", spec.numpy_dtype.kind in "iu"
+            fits = {
+                "auc": floats and spec.shape in ((), (1,)),
+                "cosine": floats and math.prod(spec.shape) > 1,
+            }.get(self.metric, whole and len(spec.shape) <= 1)
+        if not fits:
             raise GateError(
                 f"{self.metric} cannot read this output",
                 stage="gate",
                 item=self.output,
-                expected="one float score a row" if self.metric == "auc" else "class indices, best first (see `top_k`)",
+                expected=_READS[self.metric],
                 got=f"{spec.dtype} rows of shape {spec.shape}" if spec else f"outputs {[o.name for o in outputs]}",
                 next_step="name another output under `gate`, or bake top-k into the graph",
             )
@@ -70,12 +83,15 @@ class GatePolicy:
         do not count, nor do rows that the reference cannot score."""
         if self.metric == "agreement":
             return agreement(reference, got)
+        if self.metric == "cosine":
+            scored = _finite(reference)
+            return cosine(reference[scored], got[scored]) if _finite(got[scored]).all() else math.nan
         if labels is None:
             raise GateError(
                 "the metric needs labels and the dataset declares none",
                 stage="gate",
                 item=self.metric,
-                next_step="declare `label` in defs.yaml, or gate on `agreement`",
+                next_step="declare `label` in defs.yaml, or gate on `agreement` or `cosine`",
             )
         known = np.isfinite(labels) & _finite(reference)
         if not _finite(got[_finite(reference)]).all():

@@ -32,6 +32,16 @@ def agreement(reference: npt.NDArray[Any], got: npt.NDArray[Any]) -> float:
     return float(np.mean(first == other))
 
 
+def cosine(reference: npt.NDArray[Any], got: npt.NDArray[Any]) -> float:
+    """Mean over the rows of the cosine between a row's vector and the reference's. Both `[n, …]`; a row whose vector
+    is zero counts as 0."""
+    if not len(reference):
+        return float("nan")
+    a, b = (values.reshape(len(values), -1).astype(np.float64) for values in (reference, got))
+    norms = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
+    return float(np.mean(np.sum(a * b, axis=1) / np.where(norms, norms, 1.0)))
+
+
 def accuracy(labels: npt.NDArray[Any], got: npt.NDArray[Any]) -> float:
     """Share of rows whose first choice is the label. `labels` `[n]`, `got` `[n]` or `[n, k]`, best first."""
     return agreement(labels, got)

@@ -13,7 +13,7 @@ from gpu_runtime.backends.registry import check_known
 from gpu_runtime.benchmark.report import Sweep
 from gpu_runtime.datasets.declaration import DatasetSpec
 from gpu_runtime.errors import SpecError
-from gpu_runtime.quality.gate import GatePolicy
+from gpu_runtime.quality.gate import GatePolicy, Metric
 from gpu_runtime.quantize.int8 import Int8Recipe
 from gpu_runtime.scoring import ScoringPolicy
 from gpu_runtime.specs import Dtype, ImageNormalization, ModelSpec, OnnxSource, TensorSpec, TopK, TorchSource
@@ -109,7 +109,7 @@ class Int8Settings(Settings):
 class GateSettings(Settings):
     """What a built engine must keep to serve. `rows` names the rows it is judged on."""
 
-    metric: Literal["auc", "top1", "agreement"]
+    metric: Metric
     output: str
     max_drop: float
     min_speedup: float = 1.0

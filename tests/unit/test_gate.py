@@ -100,6 +100,13 @@ def test_agreement_needs_no_labels() -> None:
     assert policy.measure(np.asarray([[1], [2]]), np.asarray([[1], [3]]), None) == 0.5
 
 
+def test_cosine_leaves_out_what_fp32_cannot_give_and_refuses_what_only_the_engine_cannot() -> None:
+    policy, spoiled = GatePolicy("cosine", "vector", 0.01), np.asarray([[1.0, 0.0], [np.nan, 1.0]])
+    whole = np.asarray([[2.0, 0.0], [0.0, 1.0]])
+    assert policy.measure(whole, spoiled, None) == 1.0 and not policy.needs_labels
+    assert math.isnan(policy.measure(spoiled, whole, None))
+
+
 def test_top1_compares_with_labels() -> None:
     policy = GatePolicy("top1", "top_index", 0.01)
     got = np.asarray([[1, 0], [2, 0]])
@@ -114,6 +121,8 @@ def test_top1_compares_with_labels() -> None:
         ("top1", TensorSpec("y", "float32", (10,))),
         ("agreement", TensorSpec("y", "float32")),
         ("agreement", TensorSpec("other", "int32", (5,))),
+        ("cosine", TensorSpec("y", "float32", (1,))),
+        ("cosine", TensorSpec("y", "int32", (8,))),
     ],
 )
 def test_a_metric_that_cannot_read_its_output_is_refused(metric: Any, spec: TensorSpec) -> None:
@@ -128,6 +137,7 @@ def test_a_metric_that_cannot_read_its_output_is_refused(metric: Any, spec: Tens
         ("auc", TensorSpec("y", "float32", (1,))),
         ("top1", TensorSpec("y", "int32", (5,))),
         ("agreement", TensorSpec("y", "int64")),
+        ("cosine", TensorSpec("y", "float32", (384,))),
     ],
 )
 def test_a_metric_takes_the_output_it_is_made_for(metric: Any, spec: TensorSpec) -> None:

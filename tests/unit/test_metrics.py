@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpu_runtime.quality.metrics import accuracy, agreement, auc
+from gpu_runtime.quality.metrics import accuracy, agreement, auc, cosine
 
 
 def pairs_won(labels: Any, scores: Any) -> float:
@@ -50,6 +50,14 @@ def test_agreement_looks_at_first_choices_only() -> None:
 
 def test_agreement_of_nothing_says_nothing() -> None:
     assert math.isnan(agreement(np.zeros((0, 2)), np.zeros((0, 2))))
+
+
+def test_cosine_is_the_mean_over_rows_whatever_their_scale() -> None:
+    reference = np.asarray([[1.0, 0.0], [0.0, 2.0], [3.0, 4.0]])
+    got = np.asarray([[5.0, 0.0], [2.0, 0.0], [-3.0, -4.0]])
+    assert cosine(reference, got) == pytest.approx((1 + 0 - 1) / 3)
+    assert cosine(np.ones((2, 3)), np.asarray([[0.0] * 3, [2.0] * 3])) == pytest.approx(0.5)
+    assert math.isnan(cosine(np.zeros((0, 2)), np.zeros((0, 2))))
 
 
 def test_accuracy_compares_first_choices_with_labels() -> None:
