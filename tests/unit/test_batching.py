@@ -61,6 +61,14 @@ def test_rows_as_long_as_sentences_need_at_most_a_tenth_more() -> None:
     assert lengths.sum() <= spent <= 1.10 * lengths.sum()
 
 
+def test_one_long_row_does_not_pad_the_short_ones() -> None:
+    """Padded to the longest of their batch in the order they came, these would cost 16 times their tokens."""
+    lengths = np.asarray([512] + [16] * 31)
+    batching = Batching(512, 32, choose_lengths(lengths, 512, 32))
+    spent = sum(batching.shape(length).elements for _, _, length in batching.cut(32, lengths))
+    assert spent < 1.05 * lengths.sum()
+
+
 def test_rows_that_are_alike_are_cut_by_count() -> None:
     assert list(Batching(4, 8).cut(10, None)) == [(0, 4, None), (4, 8, None), (8, 10, None)]
     assert Batching(4, 8).shapes == (BatchShape(4),)
