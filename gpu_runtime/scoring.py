@@ -155,6 +155,7 @@ class Scorer:
                         self._device,
                         batch=min(plan.batch, fits or plan.batch),
                         lengths=plan.lengths,
+                        slots=plan.slots,
                         decode_workers=plan.decode_workers,
                         stage_timeout_s=self.policy.stage_timeout_s,
                         ceiling_lowered=lambda rows: self._ceilings.lower(plan.engine_digest, plan.device_class, rows),

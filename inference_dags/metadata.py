@@ -9,7 +9,7 @@ from typing import Any
 import dagster as dg
 
 from gpu_runtime.artifacts import Artifact
-from gpu_runtime.benchmark.report import BenchmarkReport, table_rows
+from gpu_runtime.benchmark.report import BenchmarkReport, frontier_rows, table_rows, trial_rows
 from gpu_runtime.datasets.partition import DatasetPartition
 from gpu_runtime.scoring import Predictions
 
@@ -58,6 +58,8 @@ def benchmark_metadata(report: BenchmarkReport) -> Metadata:
     measured = [row for row in rows if row["rows_per_s"]]
     return {
         "engines": table(rows),
+        "frontier": table(frontier_rows(report)),
+        "trials": table(trial_rows(report)),
         "rows_per_s": bars([(row["rows_per_s"], row["gate"] == "passed") for row in measured]),
         "reference": report.reference,
         "passed": len(report.passed),

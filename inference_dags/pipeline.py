@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import dagster as dg
 
+from gpu_runtime.benchmark.objective import Objective
 from gpu_runtime.benchmark.report import Sweep
 from gpu_runtime.datasets.declaration import DatasetSpec
 from gpu_runtime.predictions.shard_file import PredictionSchema
@@ -39,6 +40,7 @@ class Pipeline:
     gate: GatePolicy
     gate_rows: RowsFrom
     sweep: Sweep
+    objective: Objective
     scoring: ScoringPolicy
     max_drift: float
     class_names: dict[str, tuple[str, ...]]

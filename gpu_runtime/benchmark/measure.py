@@ -15,6 +15,7 @@ import numpy.typing as npt
 from gpu_runtime.backends.protocol import Engine, EngineFile, EngineOptions
 from gpu_runtime.backends.registry import get_backend
 from gpu_runtime.datasets.batching import BatchShape
+from gpu_runtime.device.host import anonymous_memory_mib
 from gpu_runtime.device.protocol import Device
 from gpu_runtime.executor.slots import Slot, allocate_slot
 
@@ -32,7 +33,10 @@ class Setting:
 @dataclass(frozen=True)
 class Measurement:
     """Medians over interleaved rounds: `rows_per_s` with a second batch queued behind every one that runs, as in
-    the executor; latencies in milliseconds, from queueing to result, with one batch on every stream."""
+    the executor; latencies in milliseconds, from queueing to result, with one batch on every stream (of fewer than a
+    hundred `batches`, p99 is as good as the slowest). `cpu_s_per_row` is all CPU time of this process meanwhile.
+    `memory_mib` is what the loaded engine, having run, and two slots for each stream took of this process' own memory;
+    None where the system does not tell."""
 
     setting: Setting
     rows_per_s: float
@@ -41,6 +45,8 @@ class Measurement:
     p99_ms: float
     batches: int
     rounds: int
+    cpu_s_per_row: float
+    memory_mib: float | None
 
 
 class LoadedSetting:
@@ -51,6 +57,7 @@ class LoadedSetting:
     ) -> None:
         self.setting, self._shape = setting, BatchShape(setting.batch)
         self._device = device
+        before = anonymous_memory_mib()
         options = EngineOptions(setting.streams, setting.threads)
         self._engine: Engine = get_backend(file.backend).load(file, device, options)
         contexts = [(self._engine.create_context(), device.stream()) for _ in range(setting.streams)]
@@ -64,8 +71,11 @@ class LoadedSetting:
                 self._device.copy_in(tensor.staging, tensor.buffer, tensor.staging.nbytes, slot.compute)
         self.latencies_ms: list[float] = []
         self.rates: list[float] = []
+        self.cpu_s_per_row: list[float] = []
         self._run(2 * setting.streams, 2 * setting.streams, [])  # allocates memory, chooses kernels, in every slot
         self._wave_s = self._run(2 * setting.streams, 2 * setting.streams, [])
+        after = anonymous_memory_mib()
+        self.memory_mib = None if before is None or after is None else max(0.0, after - before)
 
     def round(self, seconds: float) -> None:
         """Half of the time for latencies, half for the rate."""
@@ -73,7 +83,9 @@ class LoadedSetting:
         # Whole waves only: a last one that leaves streams idle would underrate settings with many of them.
         batches = 2 * streams * max(1, round(seconds / 2 / self._wave_s))
         self._run(batches, streams, self.latencies_ms)
-        self.rates.append(batches * self.setting.batch / self._run(batches, 2 * streams, []))
+        rows, cpu = batches * self.setting.batch, time.process_time()
+        self.rates.append(rows / self._run(batches, 2 * streams, []))
+        self.cpu_s_per_row.append((time.process_time() - cpu) / rows)
 
     def _run(self, batches: int, in_flight: int, latencies_ms: list[float]) -> float:
         """Run `batches`, at most `in_flight` at a time; returns the seconds and adds each one's latency."""
@@ -134,4 +146,6 @@ def _summary(one: LoadedSetting, rounds: int) -> Measurement:
         float(p99),
         len(one.latencies_ms),
         rounds,
+        float(np.median(one.cpu_s_per_row)),
+        one.memory_mib,
     )

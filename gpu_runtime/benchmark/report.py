@@ -17,6 +17,8 @@ from gpu_runtime.backends.protocol import EngineFile, EngineOptions
 from gpu_runtime.backends.registry import get_backend
 from gpu_runtime.benchmark.environment import describe_environment
 from gpu_runtime.benchmark.measure import Measurement, Setting, measure
+from gpu_runtime.benchmark.objective import Objective, frontier
+from gpu_runtime.benchmark.trial import Feed, Trial, powers_of_two, run_trials
 from gpu_runtime.datasets.batching import Batching, choose_lengths
 from gpu_runtime.datasets.sample import RowSample
 from gpu_runtime.device.host import usable_cores
@@ -33,23 +35,25 @@ _LENGTHS = 32
 
 @dataclass(frozen=True)
 class Sweep:
-    """What is tried: every batch size with one stream of all threads, and with as many single-threaded
-    streams as there are cores. Each setting gets one short round of `probe_s`; the best `finalists` of each
-    engine are then measured against each other in interleaved rounds of `round_s`."""
+    """What is tried: every batch size with 1, 2, 4 … streams up to the cores, which they share out as threads. Each
+    setting gets one short round of `probe_s`; of each engine those that serve the objective best, `finalists` many,
+    are then measured against each other in interleaved rounds of `round_s`. The best of all is tried end to end,
+    `trial_rounds` times `trial_s` for each number of slots and decode workers; never, if `trial_rounds` is 0."""
 
     batches: tuple[int, ...] = (1, 8, 32)
     finalists: int = 2
     rounds: int = 5
     round_s: float = 0.2
     probe_s: float = 0.05
+    trial_rounds: int = 3
+    trial_s: float = 0.5
 
     def settings(self, engine: EngineFile) -> list[Setting]:
         cores = usable_cores()
-        layouts = dict.fromkeys([(1, cores), (cores, 1)])
         return [
-            Setting(engine.key, batch, streams, threads)
+            Setting(engine.key, batch, streams, cores // streams)
             for batch in dict.fromkeys(min(batch, engine.max_batch) for batch in self.batches)
-            for streams, threads in layouts
+            for streams in powers_of_two(cores)
         ]
 
 
@@ -67,6 +71,12 @@ class EngineResult:
     verdict: Verdict
     measurements: tuple[Measurement, ...]
     probes: tuple[Measurement, ...]
+
+    @property
+    def tried(self) -> list[Measurement]:
+        """Every setting once: as it was measured where it was a finalist, else as its probe found it."""
+        measured = {one.setting for one in self.measurements}
+        return [*self.measurements, *(probe for probe in self.probes if probe.setting not in measured)]
 
     @property
     def best(self) -> Measurement | None:
@@ -114,6 +124,21 @@ class BenchmarkReport:
         return GatePolicy(**self.artifact.metadata["policy"])
 
     @property
+    def objective(self) -> Objective:
+        """What the finalists and the trials were chosen for."""
+        return Objective(**self.artifact.metadata["objective"])
+
+    @property
+    def trials(self) -> list[Trial]:
+        """The objective's choice end to end; empty where nothing was fed to it."""
+        return [Trial(**{**one, "setting": Setting(**one["setting"])}) for one in self.artifact.metadata["trials"]]
+
+    @property
+    def frontier(self) -> list[Measurement]:
+        """Of the engines that passed: the settings that no other one equals in rows/s, p99 and memory at once."""
+        return frontier([one for result in self.passed for one in result.tried])
+
+    @property
     def declaration(self) -> str:
         """Digest of the model and of how its rows are read, as declared when this was measured."""
         return str(self.artifact.metadata["declaration"])
@@ -140,9 +165,20 @@ class BenchmarkReport:
         return sorted(good, key=lambda result: -result.best.rows_per_s if result.best else 0.0)
 
 
-def benchmark_recipe(declaration: str, engines: EngineSet, gate_set: str, policy: GatePolicy) -> str:
-    """Under which a report is found again: the declaration, the engines, the rows and the gate they were judged by."""
-    return digest_of({"declaration": declaration, "engines": engines.digest, "gate_set": gate_set, "policy": policy})
+def benchmark_recipe(
+    declaration: str, engines: EngineSet, gate_set: str, policy: GatePolicy, objective: Objective
+) -> str:
+    """Under which a report is found again: the declaration, the engines, the rows and the gate they were judged by,
+    and what their settings were searched for."""
+    return digest_of(
+        {
+            "declaration": declaration,
+            "engines": engines.digest,
+            "gate_set": gate_set,
+            "policy": policy,
+            "objective": objective,
+        }
+    )
 
 
 def run_benchmark(
@@ -155,8 +191,11 @@ def run_benchmark(
     sweep: Sweep,
     device: Device,
     store: ArtifactStore,
+    objective: Objective = Objective(),  # noqa: B008, a frozen value
+    feed: Feed | None = None,
 ) -> BenchmarkReport:
-    """Judge every engine's accuracy on this device, time those that keep it, judge their speed.
+    """Judge every engine's accuracy on this device, time those that keep it, judge their speed; then run the
+    objective's choice end to end on what `feed` reads, to find the slots and decode workers it needs.
 
     `declaration` is the digest of the model and of how its rows are read (`declaration_of`): a plan that comes out
     of this report serves that declaration and no other.
@@ -192,7 +231,7 @@ def run_benchmark(
         verdicts[key] = judge_accuracy(policy, values[key], base)
     # A refused engine never serves; it is timed all the same, so that the table shows what it would have bought.
     runnable = [file for key, file in engines.engines.items() if key in values]
-    probes, measured = _sweep(runnable, sweep, device, gate_rows)
+    probes, measured = _sweep(runnable, sweep, objective, device, gate_rows)
     baseline = max(
         (m.rows_per_s for k, ms in measured.items() if engines.engines[k].precision == "fp32" for m in ms),
         default=float("nan"),
@@ -217,7 +256,12 @@ def run_benchmark(
                 tuple(probes.get(key, ())),
             )
         )
-    with store.draft(KIND, [benchmark_recipe(declaration, engines, gate_rows.digest, policy)]) as draft:
+    chosen = objective.choose([m for result in results if result.verdict.passed for m in result.measurements])
+    trials: list[Trial] = []
+    if feed is not None and chosen is not None and sweep.trial_rounds:
+        file, timing = engines.engines[chosen.setting.engine], (sweep.trial_rounds, sweep.trial_s)
+        trials = run_trials(file, chosen, objective, device, feed.open(), *timing)
+    with store.draft(KIND, [benchmark_recipe(declaration, engines, gate_rows.digest, policy, objective)]) as draft:
         draft.metadata = {
             "model": spec.name,
             "version": spec.version,
@@ -227,19 +271,25 @@ def run_benchmark(
             "device_class": device.device_class,
             "environment": describe_environment(),
             "policy": policy,
+            "objective": objective,
             "gate_set": gate_rows.digest,
             "gate_rows": gate_rows.rows,
             "reference": base,
             "results": results,
+            "trials": trials,
             "not_built": engines.not_built,
         }
     return BenchmarkReport(draft.finished())
 
 
 def _sweep(
-    files: Sequence[EngineFile], sweep: Sweep, device: Device, rows: RowSample
+    files: Sequence[EngineFile], sweep: Sweep, objective: Objective, device: Device, rows: RowSample
 ) -> tuple[dict[str, list[Measurement]], dict[str, list[Measurement]]]:
-    """Probe every setting of every engine, then hold the best of each against each other."""
+    """Probe every setting of every engine, then hold the best of each against each other.
+
+    A probe is short, and what just keeps a bound in it may not in the longer rounds: then the engine's next ones that
+    kept it follow, until one does.
+    """
     engines = {file.key: file for file in files}
     probes = {
         file.key: [
@@ -249,14 +299,20 @@ def _sweep(
         ]
         for file in files
     }
-    finalists = [
-        probe.setting
-        for found in probes.values()
-        for probe in sorted(found, key=lambda m: -m.rows_per_s)[: sweep.finalists]
-    ]
-    measured: dict[str, list[Measurement]] = {}
-    for one in measure(engines, finalists, device, rows.inputs, rounds=sweep.rounds, round_s=sweep.round_s):
-        measured.setdefault(one.setting.engine, []).append(one)
+    waiting = {key: objective.ranked(found) for key, found in probes.items()}
+    measured: dict[str, list[Measurement]] = {key: [] for key in probes}
+    next_ones = [probe for ranked in waiting.values() for probe in ranked[: sweep.finalists]]
+    while next_ones:
+        settings = [probe.setting for probe in next_ones]
+        for one in measure(engines, settings, device, rows.inputs, rounds=sweep.rounds, round_s=sweep.round_s):
+            measured[one.setting.engine].append(one)
+        next_ones = [
+            probe
+            for key, ranked in waiting.items()
+            if not any(objective.keeps(one) for one in measured[key])
+            for probe in ranked[len(measured[key]) :][: sweep.finalists]
+            if objective.keeps(probe)
+        ]
     return probes, measured
 
 
@@ -326,15 +382,58 @@ def table_rows(report: BenchmarkReport) -> list[dict[str, Any]]:
                 report.policy.metric: None if result.value is None else round(result.value, 4),
                 "batch": best.setting.batch if best else None,
                 "streams": best.setting.streams if best else None,
+                "threads": best.setting.threads if best else None,
                 "p50_ms": round(best.p50_ms, 3) if best else None,
                 "p99_ms": round(best.p99_ms, 3) if best else None,
                 "rows_per_s": round(best.rows_per_s, 1) if best else None,
+                **(_resources(best) if best else {"memory_mib": None, "cpu_s_per_million_rows": None}),
                 "speedup": None if result.speedup is None else round(result.speedup, 2),
                 "size_kb": round(result.nbytes / 1024),
                 "gate": _verdict_in_words(result),
             }
         )
     return rows
+
+
+def frontier_rows(report: BenchmarkReport) -> list[dict[str, Any]]:
+    """One plain row for each setting that no other one equals, fastest first; `rounds` is 1 where it was only
+    probed. `exceeds` names the bounds of the objective that it does not keep."""
+    return [
+        {
+            "engine": one.setting.engine,
+            "batch": one.setting.batch,
+            "streams": one.setting.streams,
+            "threads": one.setting.threads,
+            "rows_per_s": round(one.rows_per_s, 1),
+            "p50_ms": round(one.p50_ms, 3),
+            "p90_ms": round(one.p90_ms, 3),
+            "p99_ms": round(one.p99_ms, 3),
+            **_resources(one),
+            "rounds": one.rounds,
+            "exceeds": ", ".join(report.objective.excess(one)) or None,
+        }
+        for one in report.frontier
+    ]
+
+
+def trial_rows(report: BenchmarkReport) -> list[dict[str, Any]]:
+    """One plain row for each way in which the chosen setting was fed."""
+    return [
+        {
+            "slots": one.slots,
+            "decode_workers": one.decode_workers,
+            "rows_per_s": round(one.rows_per_s, 1),
+            "cpu_s_per_million_rows": round(one.cpu_s_per_row * 1e6, 2),
+        }
+        for one in report.trials
+    ]
+
+
+def _resources(one: Measurement) -> dict[str, Any]:
+    return {
+        "memory_mib": None if one.memory_mib is None else round(one.memory_mib, 1),
+        "cpu_s_per_million_rows": round(one.cpu_s_per_row * 1e6, 2),
+    }
 
 
 def _verdict_in_words(result: EngineResult) -> str:

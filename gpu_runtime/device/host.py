@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import queue
 import threading
@@ -172,16 +173,56 @@ def typed_view(buffer: npt.NDArray[np.uint8], dtype: Dtype, shape: tuple[int, ..
     return buffer[:nbytes].view(dtype).reshape(shape)
 
 
-def usable_cores() -> int:
-    """Cores this process may really use: the affinity mask, and the cgroup's quota where one is set."""
+def usable_cores(root: Path = Path("/")) -> int:
+    """Cores this process may really use: the affinity mask, and the tightest CPU quota of its control group and of
+    the groups above it. Of a quota of 2.5 cores two are used, because a third thread would be paused in every period;
+    of less than one, one. `root` is where `proc` and `sys` lie."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    quotas = [quota for group in _cpu_groups(root) if (quota := _quota(group)) is not None]
+    return max(1, min([cores, *(int(quota) for quota in quotas)]))
+
+
+def _cpu_groups(root: Path) -> list[Path]:
+    """The folders that may set this process a quota: its group and those above it, of cgroup v2 and of v1.
+
+    In a container the process may be told its group's name outside, where nothing lies; the groups above it up to the
+    mount are looked at all the same, and the mount is the container's own group.
+    """
+    mounts = root / "sys/fs/cgroup"
     try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        if quota != "max":
-            cores = min(cores, max(1, int(quota) // int(period)))
-    except (OSError, ValueError):
-        pass
-    return cores
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return [mounts]
+    groups = []
+    for line in lines:
+        _, controllers, name = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        mount = mounts / controllers  # v2 has no controllers in its line
+        path = mount / name.lstrip("/")
+        groups += [path, *(above for above in path.parents if above == mount or mount in above.parents)]
+    return groups
+
+
+def _quota(group: Path) -> float | None:
+    """Cores' worth of time that a control group may use; None where it sets no limit."""
+    try:
+        if (group / "cpu.max").exists():  # v2
+            quota, period = (group / "cpu.max").read_text().split()
+        else:
+            quota = (group / "cpu.cfs_quota_us").read_text()
+            period = (group / "cpu.cfs_period_us").read_text()
+        return int(quota) / int(period) if int(quota) > 0 else None
+    except (OSError, ValueError, ZeroDivisionError):  # "max" is no number
+        return None
+
+
+def anonymous_memory_mib() -> float | None:
+    """What this process holds in memory of its own now, in MiB, files that it maps left out; None where the system
+    does not tell (only Linux does). What an allocator keeps of freed memory is given back first."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)  # glibc's; or memory freed by an earlier engine would hide a later one's
+    return _status_mib("RssAnon")
 
 
 class PeakMemory:
@@ -194,11 +235,16 @@ class PeakMemory:
 
     @property
     def mib(self) -> float | None:
-        try:
-            lines = Path("/proc/self/status").read_text().splitlines()
-        except OSError:
-            return None
-        return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM:")), None)
+        return _status_mib("VmHWM")
+
+
+def _status_mib(name: str) -> float | None:
+    """A figure that Linux gives of this process."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{name}:")), None)
 
 
 def cpu_class() -> DeviceClass:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from gpu_runtime.artifacts import ArtifactStore
 from gpu_runtime.backends.engine_set import KIND as ENGINE_KIND
 from gpu_runtime.backends.engine_set import EngineSet
 from gpu_runtime.backends.protocol import EngineFile
+from gpu_runtime.benchmark.objective import Objective, in_words
 from gpu_runtime.benchmark.report import BenchmarkReport
 from gpu_runtime.device.host import usable_cores
 from gpu_runtime.device.protocol import DeviceClass
 from gpu_runtime.errors import GateError, PlanError
-from gpu_runtime.promotion.search import explain, fastest
+from gpu_runtime.promotion.search import choose, chosen_trial, explain, nearest
 from gpu_runtime.quality.gate import GatePolicy
 from gpu_runtime.specs import digest_of
 
@@ -24,8 +25,9 @@ class ServingPlan:
     """What was promoted, and the evidence.
 
     The first group of fields is the plan's identity: a new benchmark that leads to the same choice gives the
-    same `digest`. `model_digest` is the exported FP32 graph's. `engine_rows_per_s` is the engine alone, at these
-    settings, when it was measured.
+    same `digest`. `model_digest` is the exported FP32 graph's. `slots`: batches on their way at once; as many as the
+    executor takes by itself, where they were not tried. `engine_rows_per_s` is the engine alone, at these settings,
+    when it was measured. `objective` is what they were chosen for.
     """
 
     model: str
@@ -41,19 +43,21 @@ class ServingPlan:
     threads: int
     decode_workers: int
     gate_set: str
+    slots: int | None = field(default=None, kw_only=True)
 
     report: str
     reason: str
     engine_rows_per_s: float
     value: float
     reference: float
+    objective: Objective = field(default_factory=Objective)
 
     lengths: tuple[int, ...] = ()
     """What rows that differ in length are padded to; `batch` counts elements then."""
 
     @property
     def digest(self) -> str:
-        evidence = {"report", "reason", "engine_rows_per_s", "value", "reference"}
+        evidence = {"report", "reason", "engine_rows_per_s", "value", "reference", "objective"}
         return digest_of({name: value for name, value in vars(self).items() if name not in evidence})
 
     @property
@@ -85,7 +89,11 @@ class ServingPlan:
 
     @staticmethod
     def from_plain(plain: Mapping[str, Any]) -> ServingPlan:
-        given = {"device_class": DeviceClass.from_plain(plain["device_class"]), "lengths": tuple(plain["lengths"])}
+        given = {
+            "device_class": DeviceClass.from_plain(plain["device_class"]),
+            "objective": Objective(**plain.get("objective", {})),
+            "lengths": tuple(plain["lengths"]),
+        }
         return ServingPlan(**{**plain, **given})
 
     def engine_file(self, store: ArtifactStore) -> EngineFile:
@@ -112,11 +120,12 @@ def choose_plan(
     gate_set: str,
     policy: GatePolicy,
     device_class: DeviceClass,
+    objective: Objective = Objective(),  # noqa: B008, a frozen value
 ) -> ServingPlan:
     """The plan the report allows, by the verdicts inside it.
 
-    Raises `GateError` when the report is of another declaration, engine set, gate or device than is asked for, and,
-    with every refusal, when no engine passed.
+    Raises `GateError` when the report is of another declaration, engine set, gate, device or objective than is asked
+    for; with every refusal, when no engine passed; and when no setting keeps the objective's bounds.
     """
     model = str(report.artifact.metadata["model"])
     for what, wanted, got in (
@@ -125,6 +134,7 @@ def choose_plan(
         ("gate", policy, report.policy),
         ("set of gate rows", gate_set, report.gate_set),
         ("class of device", device_class, report.device_class),
+        ("objective", objective, report.objective),
     ):
         if wanted != got:
             raise GateError(
@@ -135,8 +145,7 @@ def choose_plan(
                 got=_short(got),
                 next_step=f"materialize {model}/benchmark on this machine, then {model}/serving_plan",
             )
-    chosen = fastest(report)
-    if chosen is None:
+    if not report.passed:
         raise GateError(
             "no engine passed the gate",
             stage="serving plan",
@@ -146,7 +155,11 @@ def choose_plan(
             got="; ".join(f"{r.engine}: {', '.join(r.verdict.reasons)}" for r in report.results),
             next_step="the plan in force stays; change the INT8 recipes or the gate and materialize again",
         )
+    chosen = choose(report)
+    if chosen is None:
+        raise _no_setting(report, model)
     result, best = chosen
+    trial = chosen_trial(report, best)
     assert result.value is not None
     return ServingPlan(
         model=model,
@@ -160,13 +173,33 @@ def choose_plan(
         batch=best.setting.batch,
         streams=best.setting.streams,
         threads=best.setting.threads,
-        decode_workers=usable_cores(),
+        slots=trial.slots if trial else None,
+        decode_workers=trial.decode_workers if trial else usable_cores(),
         gate_set=report.gate_set,
         report=report.digest,
         reason=explain(report, result, best),
         engine_rows_per_s=best.rows_per_s,
         value=result.value,
         reference=report.reference,
+        objective=objective,
+    )
+
+
+def _no_setting(report: BenchmarkReport, model: str) -> GateError:
+    """Of a report in which engines passed, and none of their settings keeps the bounds."""
+    found, objective = nearest(report), report.objective
+    assert found is not None
+    closest, excess = found
+    memory = "memory unknown on this system" if closest.memory_mib is None else f"{closest.memory_mib:,.0f} MiB"
+    return GateError(
+        "no setting keeps the objective's bounds",
+        stage="serving plan",
+        item=model,
+        expected=" and ".join(f"{name} = {bound:g}" for name, bound in objective.bounds.items()),
+        got=f"{in_words(closest.setting)} as the nearest: p99 {closest.p99_ms:.3g} ms, {memory}; beyond "
+        + " and ".join(excess),
+        next_step=f"the plan in force stays; raise {' and '.join(excess)}, or try other "
+        "`batches` under `benchmark`, and materialize benchmark and serving_plan again",
     )
 
 

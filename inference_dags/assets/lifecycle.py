@@ -13,6 +13,7 @@ from inference_resources import ArtifactStoreResource, DatasetResource, GpuResou
 
 from gpu_runtime.backends.engine_set import build_engines
 from gpu_runtime.benchmark.report import run_benchmark
+from gpu_runtime.benchmark.trial import Feed
 from gpu_runtime.datasets.declaration import declaration_of
 from gpu_runtime.datasets.partition import DatasetPartition, Source
 from gpu_runtime.errors import InferenceError
@@ -21,7 +22,7 @@ from gpu_runtime.promotion.plan import choose_plan
 from gpu_runtime.quantize.calibration import calibrate
 from gpu_runtime.quantize.int8 import quantize
 from gpu_runtime.scoring import Predictions, score_days
-from gpu_runtime.specs import digest_of
+from gpu_runtime.specs import digest_of, to_plain
 from inference_dags.assets.range_run import RangeRun, origin
 from inference_dags.assets.upstream import Upstream
 from inference_dags.checks import results as checks
@@ -252,7 +253,12 @@ def benchmark(pipeline: Pipeline) -> dg.AssetsDefinition:
     @_asset(
         pipeline,
         "benchmark",
-        {"gate": pipeline.gate, "rows": pipeline.gate_rows, "sweep": pipeline.sweep},
+        {
+            "gate": pipeline.gate,
+            "rows": pipeline.gate_rows,
+            "sweep": pipeline.sweep,
+            "objective": pipeline.objective,
+        },
         set(pipeline.backends),
         description="Accuracy, latency and throughput of every built engine on this device, and the gate's verdict.",
         deps=[pipeline.key("engine"), _days(pipeline, pipeline.gate_rows.days)],
@@ -277,6 +283,8 @@ def benchmark(pipeline: Pipeline) -> dg.AssetsDefinition:
             pipeline.sweep,
             device,
             artifacts.store(),
+            pipeline.objective,
+            Feed(upstream.source, pipeline.gate_rows.days),
         )
         return dg.MaterializeResult(
             data_version=dg.DataVersion(report.digest),
@@ -310,6 +318,7 @@ def serving_plan(pipeline: Pipeline) -> dg.AssetsDefinition:
             gate_set=upstream.sample_digest(pipeline.gate_rows),
             policy=pipeline.gate,
             device_class=device_class,
+            objective=pipeline.objective,
         )
         promotion = artifacts.promotions().promote(plan)
         plan = promotion.plan
@@ -321,6 +330,10 @@ def serving_plan(pipeline: Pipeline) -> dg.AssetsDefinition:
                 "engine": plan.engine,
                 "batch": plan.batch,
                 "streams": plan.streams,
+                "threads": plan.threads,
+                "slots": plan.slots or "as the executor takes by itself",
+                "decode_workers": plan.decode_workers,
+                "objective": dg.MetadataValue.json(to_plain(plan.objective)),
                 "device_class": plan.device_class.id,
                 "engine_rows_per_s": plan.engine_rows_per_s,
                 "reason": dg.MetadataValue.md(plan.reason),

@@ -95,7 +95,9 @@ class Upstream:
         if latest and BenchmarkReport(latest).device_class == device_class:
             return BenchmarkReport(latest)
         gate_set = self.sample_digest(self.pipeline.gate_rows)
-        recipe = benchmark_recipe(self.declaration, self.engines(device_class), gate_set, self.pipeline.gate)
+        recipe = benchmark_recipe(
+            self.declaration, self.engines(device_class), gate_set, self.pipeline.gate, self.pipeline.objective
+        )
         return BenchmarkReport(self._found("benchmark", BENCHMARK_KIND, recipe))
 
     def _latest(self, asset: str, kind: str) -> Artifact | None:

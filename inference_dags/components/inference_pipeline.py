@@ -10,6 +10,7 @@ import dagster as dg
 from pydantic import Field
 
 from gpu_runtime.backends.registry import check_known
+from gpu_runtime.benchmark.objective import Objective
 from gpu_runtime.benchmark.report import Sweep
 from gpu_runtime.datasets.declaration import DatasetSpec
 from gpu_runtime.errors import SpecError
@@ -125,6 +126,22 @@ class SweepSettings(Settings):
     rounds: int = 5
     round_s: float = 0.2
     probe_s: float = 0.05
+    trial_rounds: int = 3
+    trial_s: float = 0.5
+
+
+class ObjectiveSettings(Settings):
+    """What the plan's settings are chosen for; see `gpu_runtime.benchmark.objective.Objective`.
+
+    `finish_by` is when the nightly run has to be done: a time of day (`"06:00"`) in the dataset's timezone, the next
+    one after `hour_of_day`. `rows_per_day` is how many rows it scores until then.
+    """
+
+    optimize: Literal["rows_per_s", "cost"] = "rows_per_s"
+    max_p99_batch_ms: float | None = None
+    max_memory_mib: float | None = None
+    finish_by: str | None = None
+    rows_per_day: int | None = None
 
 
 class InferencePipeline(dg.Component, dg.Model, dg.Resolvable):
@@ -145,6 +162,7 @@ class InferencePipeline(dg.Component, dg.Model, dg.Resolvable):
     gate: GateSettings
     backends: list[str] = Field(default=["onnxruntime", "openvino", "tensorrt_rtx"])
     benchmark: SweepSettings = SweepSettings()
+    objective: ObjectiveSettings = ObjectiveSettings()
     class_names: dict[str, str] = Field(default={})
     max_quarantined_fraction: float = 0.05
     stage_timeout_s: float = 600.0
@@ -189,6 +207,7 @@ class InferencePipeline(dg.Component, dg.Model, dg.Resolvable):
             gate=GatePolicy(gate.metric, gate.output, gate.max_drop, gate.min_speedup, gate.min_value),
             gate_rows=_rows(gate.rows),
             sweep=Sweep(**{**dict(self.benchmark), "batches": tuple(self.benchmark.batches)}),
+            objective=_objective(self.objective, self.hour_of_day),
             scoring=ScoringPolicy(self.max_quarantined_fraction, self.stage_timeout_s, self.price_per_hour),
             max_drift=self.max_drift,
             class_names={name: _lines(folder / file) for name, file in self.class_names.items()},
@@ -222,6 +241,32 @@ def _daily(dataset: DatasetSettings) -> dg.DailyPartitionsDefinition:
     if dataset.last_day:
         end = (datetime.date.fromisoformat(dataset.last_day) + datetime.timedelta(days=1)).isoformat()
     return dg.DailyPartitionsDefinition(start_date=dataset.first_day, end_date=end, timezone=dataset.timezone)
+
+
+def _objective(settings: ObjectiveSettings, hour_of_day: int) -> Objective:
+    within = None if settings.finish_by is None else _seconds_until(settings.finish_by, hour_of_day)
+    return Objective(
+        settings.optimize, settings.max_p99_batch_ms, settings.max_memory_mib, settings.rows_per_day, within
+    )
+
+
+def _seconds_until(finish_by: str, hour_of_day: int) -> float:
+    """From the schedule's hour until that time of day comes next. A night in which the clocks change is an hour
+    longer or shorter."""
+    try:
+        until = datetime.time.fromisoformat(finish_by)
+    except ValueError:
+        until = datetime.time(hour_of_day)
+    minutes = (60 * until.hour + until.minute - 60 * hour_of_day) % (24 * 60)
+    if not minutes:
+        raise SpecError(
+            "not a time to finish by",
+            stage="defs.yaml",
+            item="objective.finish_by",
+            expected=f'a time of day in quotes, "HH:MM", other than hour_of_day, {hour_of_day:02}:00',
+            got=finish_by,
+        )
+    return 60.0 * minutes
 
 
 def _rows(settings: RowsSettings) -> RowsFrom:

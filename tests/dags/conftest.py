@@ -55,7 +55,7 @@ gate:
   min_speedup: 0
   rows: {days: "2026-01-02", rows: 200}
 backends: [onnxruntime, openvino]
-benchmark: {batches: [64], rounds: 1, round_s: 0.01, probe_s: 0.01}
+benchmark: {batches: [64], rounds: 1, round_s: 0.01, probe_s: 0.01, trial_rounds: 1, trial_s: 0.01}
 """
 
 

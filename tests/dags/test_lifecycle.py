@@ -8,7 +8,9 @@ from typing import Any
 import dagster as dg
 import pytest
 
+from gpu_runtime.errors import SpecError
 from gpu_runtime.promotion.store import PromotionStore
+from inference_dags import InferencePipeline
 
 DAY = "2026-01-03"
 VARIANTS = ("fp32", "int8-vnni-minmax", "int8-vnni-minmax-first-float")
@@ -244,3 +246,48 @@ def test_benchmark_shows_a_table_and_a_plot_that_the_ui_draws_in_place(promoted:
     )
     assert engines == {f"{b}:{v}" for b in ("onnxruntime", "openvino") for v in VARIANTS}
     assert metadata["rows_per_s"].startswith("![") and len(metadata["rows_per_s"]) < 1000
+
+
+def records(value: Any) -> list[dict[str, Any]]:
+    return [dict(record.data) for record in getattr(value, "records", value)]
+
+
+def test_the_plan_carries_what_the_benchmark_found_for_the_objective(promoted: Any) -> None:
+    benchmark, plan = promoted.metadata("benchmark"), promoted.metadata("serving_plan")
+    fed = {(one["slots"], one["decode_workers"]) for one in records(benchmark["trials"])}
+    assert (plan["slots"], plan["decode_workers"]) in fed and len(fed) > 1
+    assert plan["objective"]["optimize"] == "rows_per_s"
+    best = {(one["engine"], one["batch"], one["streams"], one["threads"]) for one in records(benchmark["frontier"])}
+    assert best and all(engine.partition(":")[0] in ("onnxruntime", "openvino") for engine, *_ in best)
+    assert "No other setting equals these in speed, p99 and memory" in plan["reason"]
+
+
+def test_bounds_that_nothing_keeps_leave_the_plan_in_force(promoted: Any, failure_text: Any) -> None:
+    promoted.settings["objective"] = {"max_p99_batch_ms": 1e-6}
+    before_it_is_measured = promoted.materialize("serving_plan")
+    assert not before_it_is_measured.success
+    assert "the benchmark is of another objective" in failure_text(before_it_is_measured)
+    assert promoted.materialize("benchmark").success
+    refused = promoted.materialize("serving_plan")
+    assert not refused.success and "max_p99_batch_ms = 1e-06" in failure_text(refused)
+    assert promoted.materialize("predictions", day=DAY).success
+
+
+@pytest.mark.parametrize(
+    ("hour_of_day", "finish_by", "hours"), [(2, "06:30", 4.5), (22, "06:00", 8.0), (2, "01:59", 23 + 59 / 60)]
+)
+def test_finish_by_is_the_time_of_day_after_the_schedules_hour(
+    project: Any, hour_of_day: int, finish_by: str, hours: float
+) -> None:
+    settings = {"finish_by": finish_by, "rows_per_day": 3600}
+    component = InferencePipeline(**{**project.settings, "hour_of_day": hour_of_day, "objective": settings})
+    objective = component.pipeline(project.root / "tiny").objective
+    assert objective.finish_within_s == pytest.approx(hours * 3600)
+    assert objective.required_rows_per_s == pytest.approx(1 / hours)
+
+
+@pytest.mark.parametrize("finish_by", ["02:00", "six", "25:00"])
+def test_a_time_to_finish_by_that_cannot_be_meant_is_refused_when_it_is_declared(project: Any, finish_by: str) -> None:
+    component = InferencePipeline(**{**project.settings, "objective": {"finish_by": finish_by, "rows_per_day": 10}})
+    with pytest.raises(SpecError, match=f"not a time to finish by.*02:00.*Got {finish_by}"):
+        component.pipeline(project.root / "tiny")

@@ -69,7 +69,14 @@ SETTINGS: dict[str, Any] = {
         "rows": {"days": GATE_DAY, "rows": 200},
     },
     "backends": ["onnxruntime"],
-    "benchmark": {"batches": [BATCH], "rounds": 1, "round_s": 0.01, "probe_s": 0.01},
+    "benchmark": {
+        "batches": [BATCH],
+        "rounds": 1,
+        "round_s": 0.01,
+        "probe_s": 0.01,
+        "trial_rounds": 1,
+        "trial_s": 0.01,
+    },
     "max_quarantined_fraction": 0.5,
 }
 

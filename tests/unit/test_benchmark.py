@@ -12,31 +12,39 @@ from typing import Any
 
 import numpy as np
 import pytest
+from onnx import helper
 
 from gpu_runtime.artifacts import ArtifactStore
 from gpu_runtime.backends.engine_set import EngineSet, build_engines
+from gpu_runtime.benchmark import report as report_module
 from gpu_runtime.benchmark.environment import describe_environment
-from gpu_runtime.benchmark.measure import Setting, measure
+from gpu_runtime.benchmark.measure import Measurement, Setting, measure
+from gpu_runtime.benchmark.objective import Objective
 from gpu_runtime.benchmark.report import (
     BenchmarkReport,
     Sweep,
     benchmark_recipe,
     best_rate,
+    frontier_rows,
     run_benchmark,
     run_rows,
     table_rows,
+    trial_rows,
 )
+from gpu_runtime.benchmark.trial import Feed, powers_of_two, run_trials
 from gpu_runtime.datasets.sample import RowSample
-from gpu_runtime.device.host import HostDevice, cpu_class
+from gpu_runtime.device.host import HostDevice, cpu_class, usable_cores
 from gpu_runtime.errors import GateError
 from gpu_runtime.export.onnx_export import export_model
 from gpu_runtime.quality.gate import GatePolicy
 from gpu_runtime.quantize.calibration import Calibration
 from gpu_runtime.quantize.int8 import Int8Recipe, quantize
-from gpu_runtime.specs import Graph
+from gpu_runtime.specs import Graph, ModelSpec, OnnxSource, TensorSpec
 
 POLICY = GatePolicy("auc", "probability", max_drop=0.02, min_speedup=0.0)
-QUICK = Sweep(batches=(1, 8), rounds=1, round_s=0.02, probe_s=0.005)
+QUICK = Sweep(batches=(1, 8), rounds=1, round_s=0.02, probe_s=0.005, trial_rounds=1, trial_s=0.01)
+OBJECTIVE = Objective(max_p99_batch_ms=1e6)
+DAY = "2026-01-01"
 GOOD, BAD = "int8-vnni-minmax", "int8-bad"
 
 
@@ -61,10 +69,28 @@ def engines(
 
 
 @pytest.fixture(scope="module")
-def report(served: SimpleNamespace, engines: EngineSet, gate_rows: RowSample) -> BenchmarkReport:
+def report(
+    served: SimpleNamespace,
+    engines: EngineSet,
+    gate_rows: RowSample,
+    flights: Any,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> BenchmarkReport:
+    root = tmp_path_factory.mktemp("days")
+    flights.write_day(root, DAY, 101)
     with HostDevice() as device:
         return run_benchmark(
-            served.spec, "declared", engines, served.exported.graph(), gate_rows, POLICY, QUICK, device, served.store
+            served.spec,
+            "declared",
+            engines,
+            served.exported.graph(),
+            gate_rows,
+            POLICY,
+            QUICK,
+            device,
+            served.store,
+            OBJECTIVE,
+            Feed(flights.source(root), (DAY,)),
         )
 
 
@@ -182,11 +208,12 @@ def test_rows_on_which_the_metric_says_nothing_are_an_error(
 def test_a_report_comes_back_from_the_store_as_it_was(
     served: SimpleNamespace, engines: EngineSet, report: BenchmarkReport
 ) -> None:
-    found = served.store.find("benchmark", benchmark_recipe("declared", engines, "gate rows", POLICY))
+    found = served.store.find("benchmark", benchmark_recipe("declared", engines, "gate rows", POLICY, OBJECTIVE))
     assert found is not None
     again = BenchmarkReport(found)
     assert again.results == report.results
     assert (again.policy, again.reference, again.device_class) == (POLICY, 1.0, cpu_class())
+    assert (again.objective, again.trials) == (OBJECTIVE, report.trials) and again.trials
     assert (again.engine_set, again.gate_set, again.declaration) == (engines.digest, "gate rows", "declared")
 
 
@@ -217,6 +244,118 @@ def test_a_measurement_counts_every_batch_and_orders_its_percentiles(engines: En
         assert one.rows_per_s > 0
         assert 0 < one.p50_ms <= one.p90_ms <= one.p99_ms
         assert one.batches >= one.rounds * one.setting.streams
+
+
+@pytest.mark.parametrize(
+    ("cores", "layouts"),
+    [
+        (1, [(1, 1)]),
+        (2, [(1, 2), (2, 1)]),
+        (6, [(1, 6), (2, 3), (4, 1), (6, 1)]),
+        (8, [(1, 8), (2, 4), (4, 2), (8, 1)]),
+    ],
+)
+def test_the_sweep_shares_out_the_cores_that_the_quota_allows(
+    engines: EngineSet, monkeypatch: pytest.MonkeyPatch, cores: int, layouts: list[tuple[int, int]]
+) -> None:
+    monkeypatch.setattr(report_module, "usable_cores", lambda: cores)
+    settings = QUICK.settings(engines.engines["onnxruntime:fp32"])
+    assert [(one.batch, one.streams, one.threads) for one in settings] == [
+        (batch, *layout) for batch in (1, 8) for layout in layouts
+    ]
+
+
+def test_the_choice_is_tried_end_to_end_with_every_number_of_slots_and_decode_workers(report: BenchmarkReport) -> None:
+    (setting,) = {one.setting for one in report.trials}
+    assert setting in {m.setting for result in report.passed for m in result.measurements}
+    assert [(one.slots, one.decode_workers) for one in report.trials] == [
+        (slots * setting.streams, workers) for slots in (2, 3) for workers in powers_of_two(usable_cores())
+    ]
+    assert all(one.rows_per_s > 0 and one.cpu_s_per_row > 0 for one in report.trials)
+    assert [row["slots"] for row in trial_rows(report)] == [one.slots for one in report.trials]
+
+
+def test_a_third_slot_is_tried_only_where_the_memory_bound_has_room_for_it(
+    engines: EngineSet, flights: Any, tmp_path: Path
+) -> None:
+    flights.write_day(tmp_path, DAY, 20)
+    readers = Feed(flights.source(tmp_path), (DAY,)).open()
+    file = engines.engines["onnxruntime:fp32"]
+    row_mib = sum(spec.nbytes(1) for spec in (*file.inputs, *file.outputs)) / 2**20
+    measured = Measurement(Setting(file.key, 8, 1, 1), 1e4, 1, 1, 1, 10, 1, 1e-4, memory_mib=10.0)
+    for room, slots in ((7.9, {2}), (8.1, {2, 3})):
+        objective = Objective(max_memory_mib=10.0 + room * row_mib)
+        with HostDevice() as device:
+            trials = run_trials(file, measured, objective, device, readers, rounds=1, trial_s=0.001)
+        assert {one.slots for one in trials} == slots
+
+
+@pytest.mark.parametrize(
+    ("probed_p99", "bound", "measured_batches"),
+    [(4.0, 5.0, [8, 4]), (9.0, 5.0, [4]), (9.0, 0.5, [8])],
+    ids=["quick in the probe only", "too late in the probe, too", "nothing is quick enough"],
+)
+def test_the_fastest_that_keep_the_bounds_are_measured_until_one_keeps_them_in_the_longer_rounds_too(
+    probed_p99: float,
+    bound: float,
+    measured_batches: list[int],
+    served: SimpleNamespace,
+    engines: EngineSet,
+    gate_rows: RowSample,
+    store: ArtifactStore,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def measured(files: Any, settings: Any, device: Any, rows: Any, *, rounds: int, round_s: float) -> Any:
+        """The larger the batch the faster and the later."""
+        p99 = {1: 1.0, 4: 4.0, 8: probed_p99 if rounds == 1 else 9.0}
+        return [Measurement(one, 100.0 * one.batch, 1, 1, p99[one.batch], 9, rounds, 1e-3, 1.0) for one in settings]
+
+    monkeypatch.setattr(report_module, "measure", measured)
+    monkeypatch.setattr(report_module, "usable_cores", lambda: 1)
+    sweep, objective = replace(QUICK, batches=(1, 4, 8), finalists=1, rounds=5), Objective(max_p99_batch_ms=bound)
+    with HostDevice() as device:
+        report = run_benchmark(
+            served.spec,
+            "declared",
+            engines,
+            served.exported.graph(),
+            gate_rows,
+            POLICY,
+            sweep,
+            device,
+            store,
+            objective,
+        )
+    assert all([m.setting.batch for m in result.measurements] == measured_batches for result in report.results)
+    assert {row["batch"]: row["exceeds"] is None for row in frontier_rows(report)} == {
+        1: bound > 1,
+        4: bound > 4,
+        8: False,
+    }
+
+
+def test_a_measurement_tells_the_memory_that_a_loaded_engine_takes_and_its_cpu_time(
+    make_graph: Any, store: ArtifactStore, tmp_path: Path
+) -> None:
+    width, batch = 512, 4096  # 8 MiB a tensor
+    inputs, outputs = (TensorSpec("x", "float32", (width,)),), (TensorSpec("y", "float32", (width,)),)
+    weights = np.random.default_rng(0).standard_normal((width, width)).astype(np.float32)
+    path = make_graph(
+        tmp_path / "wide.onnx", [helper.make_node("MatMul", ["x", "w"], ["y"])], {"w": weights}, inputs, outputs
+    )
+    exported = export_model(ModelSpec("wide", "1", OnnxSource(str(path)), inputs, ("y",), max_batch=batch), store)
+    built = build_engines("wide", [exported.graph()], ["onnxruntime"], cpu_class(), store).engines
+    rows = {"x": np.zeros((8, width), np.float32)}
+    found = []
+    for rows_each in (batch, 64, batch):  # memory that one engine freed must not hide what the next one takes
+        with HostDevice() as device:
+            settings = [Setting("onnxruntime:fp32", rows_each, 1, 1)]
+            (one,) = measure(built, settings, device, rows, rounds=1, round_s=0.02)
+        assert 0 < one.cpu_s_per_row < 1
+        found.append(one.memory_mib)
+    slots_mib = 4 * 8  # an input and an output in each of two slots
+    assert found[0] == pytest.approx(found[2], abs=2) and slots_mib < found[0] < 2 * slots_mib
+    assert found[1] < 8
 
 
 def test_an_engine_that_raises_costs_only_itself(

@@ -8,16 +8,21 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from gpu_runtime.artifacts import Artifact
 from gpu_runtime.benchmark.measure import Measurement, Setting
+from gpu_runtime.benchmark.objective import Objective, frontier
 from gpu_runtime.benchmark.report import BenchmarkReport, EngineResult
+from gpu_runtime.benchmark.trial import Trial
+from gpu_runtime.device.host import HostDevice, usable_cores
 from gpu_runtime.device.protocol import DeviceClass
-from gpu_runtime.errors import GateError, PlanError
+from gpu_runtime.errors import GateError, PlanError, SpecError
 from gpu_runtime.promotion.plan import ServingPlan, choose_plan
 from gpu_runtime.promotion.store import PromotionStore
 from gpu_runtime.quality.gate import GatePolicy, Verdict
+from gpu_runtime.scoring import Scorer, ScoringPolicy
 from gpu_runtime.specs import to_plain
 
 POLICY = GatePolicy("auc", "probability", 0.01)
@@ -25,8 +30,15 @@ CPU, OTHER = DeviceClass("cpu", "x86_64", ("avx2",)), DeviceClass("cpu", "x86_64
 PASSED = Verdict(True)
 
 
-def measurement(engine: str, rows_per_s: float, p99_ms: float = 1.0, batch: int = 8) -> Measurement:
-    return Measurement(Setting(engine, batch, 1, 2), rows_per_s, 0.5, 0.8, p99_ms, 100, 5)
+def measurement(
+    engine: str,
+    rows_per_s: float,
+    p99_ms: float = 1.0,
+    batch: int = 8,
+    cpu_s_per_row: float = 1e-3,
+    memory_mib: float | None = 50.0,
+) -> Measurement:
+    return Measurement(Setting(engine, batch, 1, 2), rows_per_s, 0.5, 0.8, p99_ms, 100, 5, cpu_s_per_row, memory_mib)
 
 
 def result(engine: str, rows_per_s: float, verdict: Verdict = PASSED, **changes: Any) -> EngineResult:
@@ -36,7 +48,11 @@ def result(engine: str, rows_per_s: float, verdict: Verdict = PASSED, **changes:
     return replace(made, **changes)
 
 
-def report_of(*results: EngineResult) -> BenchmarkReport:
+def report_of(
+    *results: EngineResult,
+    objective: Objective = Objective(),  # noqa: B008, a frozen value
+    trials: tuple[Trial, ...] = (),
+) -> BenchmarkReport:
     metadata = {
         "model": "flights",
         "version": "1",
@@ -48,12 +64,20 @@ def report_of(*results: EngineResult) -> BenchmarkReport:
         "engine_set": "engine set",
         "gate_set": "gate set",
         "results": results,
+        "objective": objective,
+        "trials": trials,
     }
     return BenchmarkReport(Artifact("benchmark", "report digest", Path(), {}, to_plain(metadata)))
 
 
 def plan_of(*results: EngineResult) -> ServingPlan:
     return choose(report_of(*(results or (result("a:fp32", 100.0),))))
+
+
+def plan_for(objective: Objective, *settings: Measurement, trials: tuple[Trial, ...] = ()) -> ServingPlan:
+    """Of one engine that passed, measured at these settings."""
+    made = report_of(result("a:fp32", 0.0, measurements=settings), objective=objective, trials=trials)
+    return choose(made, objective=objective)
 
 
 def choose(report: BenchmarkReport, **other: Any) -> ServingPlan:
@@ -88,6 +112,167 @@ def test_among_settings_as_good_as_equal_the_quicker_answer_wins() -> None:
     assert plan_of(result("a:fp32", 0.0, measurements=settings)).batch == 8
 
 
+BY_BATCH = (
+    measurement("a:fp32", 500.0, p99_ms=2.0, batch=1, cpu_s_per_row=4e-3, memory_mib=20.0),
+    measurement("a:fp32", 900.0, p99_ms=9.0, batch=8, cpu_s_per_row=2e-3, memory_mib=40.0),
+    measurement("a:fp32", 1170.0, p99_ms=80.0, batch=32, cpu_s_per_row=3e-3, memory_mib=160.0),
+)
+"""The larger the batch the faster, the later and the larger; the middle one takes the least CPU time."""
+
+
+@pytest.mark.parametrize(
+    ("bounds", "batch", "held_back"),
+    [
+        ({}, 32, None),
+        ({"max_p99_batch_ms": 100.0, "max_memory_mib": 200.0}, 32, "No bound of the objective holds it back"),
+        (
+            {"max_p99_batch_ms": 50.0},
+            8,
+            "max_p99_batch_ms = 50 holds back a:fp32 at batch 32 × 1 streams × 2 threads, "
+            "which would give 1.30 × the rows/s",
+        ),
+        ({"max_memory_mib": 100.0}, 8, "max_memory_mib = 100 holds back a:fp32 at batch 32"),
+        ({"max_memory_mib": 30.0, "max_p99_batch_ms": 50.0}, 1, "max_memory_mib = 30 holds back a:fp32 at batch 8"),
+        (
+            {"max_memory_mib": 50.0, "max_p99_batch_ms": 10.0},
+            8,
+            "max_p99_batch_ms = 10 with max_memory_mib = 50 holds back a:fp32 at batch 32",
+        ),
+    ],
+    ids=["none", "kept by all", "p99", "memory", "both, one binds", "both bind"],
+)
+def test_the_fastest_setting_inside_the_bounds_serves_and_what_holds_it_back_is_named(
+    bounds: dict[str, float], batch: int, held_back: str | None
+) -> None:
+    plan = plan_for(Objective(**bounds), *BY_BATCH)  # type: ignore[arg-type]
+    assert (plan.batch, plan.objective) == (batch, Objective(**bounds))  # type: ignore[arg-type]
+    assert (held_back or "hold") in plan.reason if held_back else "hold" not in plan.reason
+
+
+def test_a_setting_that_was_only_probed_is_named_as_held_back_and_never_serves() -> None:
+    objective = Objective(max_p99_batch_ms=50.0)
+    probed = result("a:fp32", 0.0, measurements=BY_BATCH[:1], probes=BY_BATCH)
+    plan = choose(report_of(probed, objective=objective), objective=objective)
+    assert plan.batch == 1
+    assert "max_p99_batch_ms = 50 holds back a:fp32 at batch 32" in plan.reason
+
+
+@pytest.mark.parametrize(
+    ("bounds", "told"),
+    [
+        ({"max_p99_batch_ms": 1.0}, ("a:fp32 at batch 1 ", "p99 2 ms", "raise max_p99_batch_ms,")),
+        ({"max_memory_mib": 10.0}, ("a:fp32 at batch 1 ", "20 MiB", "raise max_memory_mib,")),
+        ({"max_p99_batch_ms": 4.0, "max_memory_mib": 19.0}, ("a:fp32 at batch 1 ", "raise max_memory_mib,")),
+    ],
+    ids=["p99", "memory", "only the one that is exceeded"],
+)
+def test_bounds_that_nothing_keeps_promote_nothing_and_name_the_nearest(
+    tmp_path: Path, bounds: dict[str, float], told: tuple[str, ...]
+) -> None:
+    promotions = PromotionStore(tmp_path)
+    before = promotions.promote(plan_of())
+    with pytest.raises(GateError, match="no setting keeps the objective's bounds") as caught:
+        promotions.promote(plan_for(Objective(**bounds), *BY_BATCH))  # type: ignore[arg-type]
+    for text in (*told, *(f"{name} = {bound:g}" for name, bound in bounds.items()), "the plan in force stays"):
+        assert text in str(caught.value)
+    assert promotions.current("flights", CPU) == before
+
+
+def test_memory_that_the_system_does_not_tell_keeps_no_bound() -> None:
+    unknown = replace(BY_BATCH[0], memory_mib=None)
+    with pytest.raises(GateError, match="memory unknown"):
+        plan_for(Objective(max_memory_mib=1e6), unknown)
+    assert plan_for(Objective(max_p99_batch_ms=5.0), unknown).batch == 1
+
+
+def test_the_least_cost_is_the_least_cpu_time_of_what_finishes_in_time() -> None:
+    plan = plan_for(Objective("cost"), *BY_BATCH)
+    assert plan.batch == 8
+    assert "takes the least CPU time a row" in plan.reason
+    hurried = plan_for(Objective("cost", rows_per_day=3_600_000, finish_within_s=3600), *BY_BATCH)
+    assert hurried.batch == 32
+    assert "finish_by holds back a:fp32 at batch 8 × 1 streams × 2 threads, which would take 0.67 × the CPU time" in (
+        hurried.reason
+    )
+
+
+@pytest.mark.parametrize("optimize", ["rows_per_s", "cost"])
+def test_when_no_setting_finishes_in_time_the_fastest_serves_and_says_by_how_much_it_is_late(optimize: Any) -> None:
+    objective = Objective(optimize, rows_per_day=1170 * 3600 * 3, finish_within_s=2 * 3600)
+    plan = plan_for(objective, *BY_BATCH)
+    assert plan.batch == 32
+    assert "misses finish_by by 1.0 h: 12,636,000 rows take 3.0 h at 1,170 rows/s, and there are 2.0 h" in plan.reason
+    assert "misses finish_by" not in plan_for(replace(objective, finish_within_s=3 * 3600), *BY_BATCH).reason
+
+
+def test_whether_it_is_late_is_told_by_the_whole_executor_where_that_was_tried() -> None:
+    objective = Objective(rows_per_day=1000, finish_within_s=1)
+    trial = Trial(BY_BATCH[2].setting, 2, 1, 500.0, 2e-3, 3)
+    assert "misses finish_by" not in plan_for(objective, *BY_BATCH).reason
+    assert "misses finish_by by 1.0 s" in plan_for(objective, *BY_BATCH, trials=(trial,)).reason
+
+
+def test_the_plan_takes_the_fewest_slots_and_decode_workers_that_are_as_good_as_the_best() -> None:
+    def trial(slots: int, workers: int, rows_per_s: float, cpu_s_per_row: float = 1e-3) -> Trial:
+        return Trial(BY_BATCH[2].setting, slots, workers, rows_per_s, cpu_s_per_row, 3)
+
+    trials = (trial(2, 1, 400.0), trial(2, 2, 980.0, 2e-3), trial(3, 1, 500.0), trial(3, 2, 1000.0, 2e-3))
+    plan = plan_for(Objective(), *BY_BATCH, trials=trials)
+    assert (plan.slots, plan.decode_workers) == (2, 2)
+    assert "end to end 980 rows/s with 2 slots and 2 decode workers" in plan.reason
+    plain = plan_for(Objective(), *BY_BATCH, trials=(trial(3, 1, 2000.0), *trials))
+    assert (plain.slots, plain.decode_workers) == (3, 1)
+    untried = plan_for(Objective(), *BY_BATCH)
+    assert (untried.slots, untried.decode_workers) == (None, usable_cores())
+
+
+def test_a_frontier_holds_what_nothing_else_equals_and_nothing_more() -> None:
+    rng = np.random.default_rng(0)
+    points = [
+        measurement("a:fp32", *map(float, rng.integers(1, 30, 2)), batch=i, memory_mib=float(rng.integers(1, 30)))
+        for i in range(200)
+    ]
+
+    def beats(one: Measurement, other: Measurement) -> bool:
+        mine, yours = ((m.rows_per_s, -m.p99_ms, -(m.memory_mib or 0.0)) for m in (one, other))
+        return mine != yours and all(a >= b for a, b in zip(mine, yours, strict=True))
+
+    kept = frontier(points)
+    assert 1 < len(kept) < len(points)
+    assert not any(beats(point, one) for one in kept for point in points)
+    goods = {(m.rows_per_s, m.p99_ms, m.memory_mib) for m in kept}
+    assert len(goods) == len(kept)
+    for point in points:
+        assert (point.rows_per_s, point.p99_ms, point.memory_mib) in goods or any(beats(one, point) for one in kept)
+    assert [m.rows_per_s for m in kept] == sorted((m.rows_per_s for m in kept), reverse=True)
+
+
+def test_the_reason_shows_the_frontier_of_engines_that_passed() -> None:
+    dominated = measurement("a:fp32", 400.0, p99_ms=3.0, batch=2)
+    refused = result("c:int8", 9000.0, Verdict(False, ("auc 0.5000 is below 0.8900",)))
+    reason = choose(report_of(result("a:fp32", 0.0, measurements=(*BY_BATCH, dominated)), refused)).reason
+    assert "a:fp32 at batch 1 × 1 streams × 2 threads 500 rows/s, p99 2 ms, 20 MiB" in reason
+    assert "batch 2 " not in reason and "9,000" not in reason
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"optimize": "fastest"},
+        {"max_p99_batch_ms": 0.0},
+        {"max_memory_mib": -1.0},
+        {"max_memory_mib": float("nan")},
+        {"rows_per_day": 0, "finish_within_s": 60.0},
+        {"rows_per_day": 10},
+        {"finish_within_s": 60.0},
+    ],
+    ids=str,
+)
+def test_an_objective_that_means_nothing_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(SpecError, match=r"\[objective\]"):
+        Objective(**wrong)
+
+
 def test_without_a_passed_gate_there_is_no_plan_and_every_refusal_is_told() -> None:
     refused = [
         result("a:fp32", 1.0, Verdict(False, ("auc 0.1000 is below 0.8900",))),
@@ -114,6 +299,7 @@ def test_an_unchanged_plan_keeps_its_number_and_digest(tmp_path: Path) -> None:
     promotions = PromotionStore(tmp_path)
     first = promotions.promote(plan_of())
     measured_again = replace(first.plan, report="another report", engine_rows_per_s=101.0, reason="measured again")
+    measured_again = replace(measured_again, objective=Objective(max_memory_mib=1e3))
     assert measured_again.digest == first.plan.digest
     assert promotions.promote(measured_again).number == first.number == 1
     assert len(promotions.history("flights", CPU)) == 1
@@ -126,6 +312,7 @@ def test_an_unchanged_plan_keeps_its_number_and_digest(tmp_path: Path) -> None:
         {"streams": 2},
         {"threads": 4},
         {"decode_workers": 99},
+        {"slots": 3},
         {"engine_digest": "rebuilt"},
         {"engine": "b:int8"},
         {"model_version": "2"},
@@ -150,7 +337,7 @@ def test_rolling_back_appends_the_old_plan(tmp_path: Path) -> None:
 
 
 def test_a_plan_comes_back_from_the_store_as_it_was(tmp_path: Path) -> None:
-    plan = plan_of()
+    plan = replace(plan_of(), slots=6, objective=Objective("cost", 5.0, 100.0, 10, 60.0))
     PromotionStore(tmp_path).promote(plan)
     found = PromotionStore(tmp_path).current("flights", CPU).plan
     assert (found, found.digest, found.scoring_key) == (plan, plan.digest, plan.scoring_key)
@@ -193,6 +380,13 @@ def test_promoters_at_the_same_time_get_numbers_of_their_own(tmp_path: Path) -> 
 # Serving
 
 
+@pytest.mark.parametrize("slots", [2, 5])
+def test_the_plans_slots_are_the_executors(served: SimpleNamespace, slots: int) -> None:
+    plan = replace(served.plan, slots=slots)
+    with HostDevice() as device, Scorer(plan, served.store, device, ScoringPolicy()) as scorer:
+        assert len(scorer.executor._slots) == slots
+
+
 def test_the_promoted_engine_is_handed_out_verified(served: SimpleNamespace) -> None:
     assert served.plan.engine_file(served.store).digest == served.plan.engine_digest
 
@@ -219,6 +413,7 @@ def test_only_what_changes_a_score_changes_the_scoring_key(change: dict[str, Any
         ("set of gate rows", {"gate_set": "other rows"}),
         ("gate", {"policy": replace(POLICY, min_value=0.99)}),
         ("class of device", {"device_class": OTHER}),
+        ("objective", {"objective": Objective(max_p99_batch_ms=5.0)}),
     ],
 )
 def test_a_report_of_something_else_promotes_nothing(what: str, other: dict[str, Any]) -> None:
