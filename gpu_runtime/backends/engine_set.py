@@ -52,10 +52,13 @@ def engine_recipe(graphs: Sequence[Graph], backends: Sequence[str], device_class
     versions = {name: get_backend(name).version() if is_installed(name) else None for name in backends}
     return digest_of(
         {
-            "graphs": [(graph.variant, graph.digest, graph.inputs, graph.outputs) for graph in graphs],
+            "graphs": [
+                (graph.variant, graph.digest, graph.inputs, graph.outputs, graph.max_batch, graph.max_length)
+                for graph in graphs
+            ],
             "backends": versions,
             "device_class": device_class,
-            "v": 3,
+            "v": 4,
         }
     )
 

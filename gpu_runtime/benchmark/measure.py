@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,20 +15,32 @@ import numpy.typing as npt
 
 from gpu_runtime.backends.protocol import Engine, EngineFile, EngineOptions
 from gpu_runtime.backends.registry import get_backend
-from gpu_runtime.datasets.batching import BatchShape
+from gpu_runtime.datasets.batching import Batching, BatchShape
+from gpu_runtime.datasets.sample import RowSample
 from gpu_runtime.device.host import anonymous_memory_mib
 from gpu_runtime.device.protocol import Device
 from gpu_runtime.executor.slots import Slot, allocate_slot
 
+_WAVES = 2
+"""Batches for each slot where they are of several lengths: enough for the sample's mix, few enough to be quick."""
+
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to run an engine."""
+    """One way to run an engine. `batch` is a number of rows; where they differ in length, of elements (rows × length),
+    and `lengths` is what rows are padded to."""
 
     engine: str  # EngineFile.key
     batch: int
     streams: int
     threads: int
+    lengths: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lengths", tuple(self.lengths))
+
+    def batching(self, file: EngineFile) -> Batching:
+        return Batching(self.batch, file.max_batch, self.lengths)
 
 
 @dataclass(frozen=True)
@@ -52,28 +65,27 @@ class Measurement:
 class LoadedSetting:
     """An engine loaded and warm at one setting, fed with real rows."""
 
-    def __init__(
-        self, file: EngineFile, setting: Setting, device: Device, rows: Mapping[str, npt.NDArray[Any]]
-    ) -> None:
-        self.setting, self._shape = setting, BatchShape(setting.batch)
-        self._device = device
+    def __init__(self, file: EngineFile, setting: Setting, device: Device, sample: RowSample) -> None:
+        self.setting, self._device = setting, device
         before = anonymous_memory_mib()
         options = EngineOptions(setting.streams, setting.threads)
         self._engine: Engine = get_backend(file.backend).load(file, device, options)
         contexts = [(self._engine.create_context(), device.stream()) for _ in range(setting.streams)]
-        self._slots = [
-            allocate_slot(file, device, [self._shape], *contexts[i % len(contexts)]) for i in range(2 * setting.streams)
-        ]
-        for slot in self._slots:
+        self._feeds: list[tuple[Slot, BatchShape]] = []
+        self._rows = 0
+        for i, (shape, rows, count) in enumerate(_batches(sample, setting.batching(file), 2 * setting.streams)):
+            slot = allocate_slot(file, device, [shape], *contexts[i % len(contexts)])
             for tensor in slot.inputs:
                 values = rows[tensor.spec.name]
-                np.take(values, np.arange(setting.batch) % len(values), axis=0, out=tensor.rows())
+                np.take(values, np.arange(shape.rows) % len(values), axis=0, out=tensor.rows(shape.length))
                 self._device.copy_in(tensor.staging, tensor.buffer, tensor.staging.nbytes, slot.compute)
+            self._feeds.append((slot, shape))
+            self._rows += count
         self.latencies_ms: list[float] = []
         self.rates: list[float] = []
         self.cpu_s_per_row: list[float] = []
-        self._run(2 * setting.streams, 2 * setting.streams, [])  # allocates memory, chooses kernels, in every slot
-        self._wave_s = self._run(2 * setting.streams, 2 * setting.streams, [])
+        self._run(1, 2 * setting.streams, [])  # allocates memory, chooses kernels, in every slot
+        self._wave_s = self._run(1, 2 * setting.streams, [])
         after = anonymous_memory_mib()
         self.memory_mib = None if before is None or after is None else max(0.0, after - before)
 
@@ -81,22 +93,21 @@ class LoadedSetting:
         """Half of the time for latencies, half for the rate."""
         streams = self.setting.streams
         # Whole waves only: a last one that leaves streams idle would underrate settings with many of them.
-        batches = 2 * streams * max(1, round(seconds / 2 / self._wave_s))
-        self._run(batches, streams, self.latencies_ms)
-        rows, cpu = batches * self.setting.batch, time.process_time()
-        self.rates.append(rows / self._run(batches, 2 * streams, []))
+        waves = max(1, round(seconds / 2 / self._wave_s))
+        self._run(waves, streams, self.latencies_ms)
+        rows, cpu = waves * self._rows, time.process_time()
+        self.rates.append(rows / self._run(waves, 2 * streams, []))
         self.cpu_s_per_row.append((time.process_time() - cpu) / rows)
 
-    def _run(self, batches: int, in_flight: int, latencies_ms: list[float]) -> float:
-        """Run `batches`, at most `in_flight` at a time; returns the seconds and adds each one's latency."""
+    def _run(self, waves: int, in_flight: int, latencies_ms: list[float]) -> float:
+        """Run every slot `waves` times, at most `in_flight` at once; returns the seconds, and adds the latencies."""
         waiting: deque[tuple[Slot, float]] = deque()
         started = time.perf_counter()
-        for i in range(batches):
+        for slot, shape in itertools.chain.from_iterable(itertools.repeat(self._feeds, waves)):
             if len(waiting) == in_flight:
                 latencies_ms.append(_finish(*waiting.popleft()))
-            slot = self._slots[i % in_flight]
             queued = time.perf_counter()
-            slot.enqueue(self._device, self._shape)
+            slot.enqueue(self._device, shape)
             slot.compute.record(slot.computed)
             waiting.append((slot, queued))
         while waiting:
@@ -104,7 +115,7 @@ class LoadedSetting:
         return time.perf_counter() - started
 
     def close(self) -> None:
-        for slot in self._slots:
+        for slot, _ in self._feeds:
             slot.compute.close()
         self._engine.close()
 
@@ -113,22 +124,38 @@ def measure(
     engines: Mapping[str, EngineFile],
     settings: Sequence[Setting],
     device: Device,
-    rows: Mapping[str, npt.NDArray[Any]],
+    sample: RowSample,
     *,
     rounds: int = 3,
     round_s: float = 0.25,
 ) -> list[Measurement]:
-    """Measure every setting, one round of each in turn, so that a drift of the machine meets all alike."""
+    """Measure every setting on rows of `sample`, one round of each in turn, so that a drift of the machine meets all
+    alike."""
     with contextlib.ExitStack() as stack:
         loaded = []
         for setting in settings:
-            one = LoadedSetting(engines[setting.engine], setting, device, rows)
+            one = LoadedSetting(engines[setting.engine], setting, device, sample)
             stack.callback(one.close)
             loaded.append(one)
         for _ in range(rounds):
             for one in loaded:
                 one.round(round_s)
         return [_summary(one, rounds) for one in loaded]
+
+
+def _batches(
+    sample: RowSample, batching: Batching, slots: int
+) -> Iterator[tuple[BatchShape, Mapping[str, npt.NDArray[Any]], int]]:
+    """For each slot a shape, rows to fill it with, and how many of them count. Where rows differ in length, these are
+    batches of the sample from its longest rows to its shortest, a few for each slot that the executor would have."""
+    if sample.lengths is None:
+        shape = batching.shape(None)
+        yield from itertools.repeat((shape, sample.inputs, shape.rows), slots)
+        return
+    cuts = list(batching.cut(sample.rows, sample.lengths))
+    for place in np.linspace(0, len(cuts) - 1, _WAVES * slots).round().astype(int):
+        start, stop, length = cuts[place]
+        yield batching.shape(length), sample.part(start, stop, length), stop - start
 
 
 def _finish(slot: Slot, queued: float) -> float:

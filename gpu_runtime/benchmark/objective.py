@@ -143,7 +143,12 @@ def frontier(measured: Sequence[Measurement]) -> list[Measurement]:
 
 
 def in_words(setting: Setting) -> str:
-    return f"{setting.engine} at batch {setting.batch} × {setting.streams} streams × {setting.threads} threads"
+    return f"{setting.engine} at {layout_in_words(setting)}"
+
+
+def layout_in_words(setting: Setting) -> str:
+    batch = f"a budget of {setting.batch} elements" if setting.lengths else f"batch {setting.batch}"
+    return f"{batch} × {setting.streams} streams × {setting.threads} threads"
 
 
 def _unusable(name: str, expected: str, got: object) -> SpecError:

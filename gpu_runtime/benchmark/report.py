@@ -35,12 +35,14 @@ _LENGTHS = 32
 
 @dataclass(frozen=True)
 class Sweep:
-    """What is tried: every batch size with 1, 2, 4 … streams up to the cores, which they share out as threads. Each
+    """What is tried: every batch size with 1, 2, 4 … streams up to the cores, which they share out as threads. Where
+    rows differ in length it is `budgets` instead, each the most elements (rows × length) of a batch. Each
     setting gets one short round of `probe_s`; of each engine those that serve the objective best, `finalists` many,
     are then measured against each other in interleaved rounds of `round_s`. The best of all is tried end to end,
     `trial_rounds` times `trial_s` for each number of slots and decode workers; never, if `trial_rounds` is 0."""
 
     batches: tuple[int, ...] = (1, 8, 32)
+    budgets: tuple[int, ...] = (512, 1024, 2048, 4096)
     finalists: int = 2
     rounds: int = 5
     round_s: float = 0.2
@@ -48,11 +50,13 @@ class Sweep:
     trial_rounds: int = 3
     trial_s: float = 0.5
 
-    def settings(self, engine: EngineFile) -> list[Setting]:
-        cores = usable_cores()
+    def settings(self, engine: EngineFile, lengths: tuple[int, ...] = ()) -> list[Setting]:
+        cores, longest = usable_cores(), lengths[-1] if lengths else 1
         return [
-            Setting(engine.key, batch, streams, cores // streams)
-            for batch in dict.fromkeys(min(batch, engine.max_batch) for batch in self.batches)
+            Setting(engine.key, batch, streams, cores // streams, lengths)
+            for batch in dict.fromkeys(
+                min(batch, engine.max_batch * longest) for batch in (self.budgets if lengths else self.batches)
+            )
             for streams in powers_of_two(cores)
         ]
 
@@ -294,8 +298,8 @@ def _sweep(
     probes = {
         file.key: [
             # One at a time: a sweep of a large model must not hold all its copies in memory.
-            measure(engines, [setting], device, rows.inputs, rounds=1, round_s=sweep.probe_s)[0]
-            for setting in sweep.settings(file)
+            measure(engines, [setting], device, rows, rounds=1, round_s=sweep.probe_s)[0]
+            for setting in sweep.settings(file, _lengths(file, rows))
         ]
         for file in files
     }
@@ -304,7 +308,7 @@ def _sweep(
     next_ones = [probe for ranked in waiting.values() for probe in ranked[: sweep.finalists]]
     while next_ones:
         settings = [probe.setting for probe in next_ones]
-        for one in measure(engines, settings, device, rows.inputs, rounds=sweep.rounds, round_s=sweep.round_s):
+        for one in measure(engines, settings, device, rows, rounds=sweep.rounds, round_s=sweep.round_s):
             measured[one.setting.engine].append(one)
         next_ones = [
             probe
@@ -324,6 +328,14 @@ def _measurements(plain: Sequence[Mapping[str, Any]]) -> tuple[Measurement, ...]
     return tuple(Measurement(**{**m, "setting": Setting(**m["setting"])}) for m in plain)
 
 
+def _lengths(file: EngineFile, sample: RowSample) -> tuple[int, ...]:
+    """What rows are padded to; nothing where all are alike."""
+    if sample.lengths is None:
+        return ()
+    assert file.max_length is not None
+    return choose_lengths(sample.lengths, file.max_length, _LENGTHS)
+
+
 def run_rows(file: EngineFile, device: Device, sample: RowSample, output: str) -> npt.NDArray[Any]:
     """One output of every row of `sample`, by the built engine on `device`, in padded batches."""
     batch = min(file.max_batch, 32 if sample.rows < 4096 else 1024)
@@ -332,9 +344,7 @@ def run_rows(file: EngineFile, device: Device, sample: RowSample, output: str) -
         engine = stack.enter_context(get_backend(file.backend).load(file, device, EngineOptions(1, usable_cores())))
         stream = device.stream()
         stack.callback(stream.close)
-        longest = file.max_length
-        lengths = () if sample.lengths is None else choose_lengths(sample.lengths, longest or 1, _LENGTHS)
-        batching = Batching(batch * (longest or 1), batch, lengths)
+        batching = Batching(batch * (file.max_length or 1), batch, _lengths(file, sample))
         slot = allocate_slot(file, device, batching.shapes, engine.create_context(), stream)
         for start, stop, length in batching.cut(sample.rows, sample.lengths):
             rows, count, shape = sample.part(start, stop, length), stop - start, batching.shape(length)

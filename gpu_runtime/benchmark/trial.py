@@ -60,7 +60,8 @@ def run_trials(
     if not readers:
         return []
     setting, streams = measured.setting, measured.setting.streams
-    third = streams * sum(spec.nbytes(setting.batch) for spec in (*file.inputs, *file.outputs)) / 2**20
+    batching, tensors = setting.batching(file), (*file.inputs, *file.outputs)
+    third = streams * max(sum(t.nbytes(s.rows, s.length) for t in tensors) for s in batching.shapes) / 2**20
     larger = replace(measured, memory_mib=None if measured.memory_mib is None else measured.memory_mib + third)
     layouts = [
         (slots * streams, workers)
@@ -68,14 +69,20 @@ def run_trials(
         for workers in powers_of_two(usable_cores())
     ]
     # As many batches for each layout, so that filling and draining the ring costs all alike.
-    batches = max(4 * streams, round(trial_s * measured.rows_per_s / setting.batch))
+    cuts = sum(len(list(batching.cut(reader.rows, reader.lengths))) for reader in readers)
+    batches = max(4 * streams, round(trial_s * measured.rows_per_s * cuts / sum(reader.rows for reader in readers)))
     found: dict[tuple[int, int], list[tuple[float, float]]] = {layout: [] for layout in layouts}
     with get_backend(file.backend).load(file, device, EngineOptions(streams, setting.threads)) as engine:
         for _ in range(rounds):
             for slots, workers in layouts:
                 # One executor at a time: each has buffers, and its contexts may have large ones of their own.
                 with StreamExecutor(
-                    engine, device, batch=setting.batch, slots=slots, decode_workers=workers
+                    engine,
+                    device,
+                    batch=setting.batch,
+                    lengths=setting.lengths,
+                    slots=slots,
+                    decode_workers=workers,
                 ) as executor:
                     executor.run(_cut(executor, readers, slots), lambda scored: None)  # touches memory, starts threads
                     stats = executor.run(_cut(executor, readers, batches), lambda scored: None)

@@ -182,6 +182,7 @@ def choose_plan(
         value=result.value,
         reference=report.reference,
         objective=objective,
+        lengths=best.setting.lengths,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gpu_runtime.benchmark.measure import Measurement
-from gpu_runtime.benchmark.objective import Objective, in_words
+from gpu_runtime.benchmark.objective import Objective, in_words, layout_in_words
 from gpu_runtime.benchmark.report import BenchmarkReport, EngineResult
 from gpu_runtime.benchmark.trial import Trial, best_trial
 
@@ -40,8 +40,7 @@ def explain(report: BenchmarkReport, chosen: EngineResult, best: Measurement) ->
         f"{chosen.engine} keeps {report.policy.metric} {chosen.value:.4f} (FP32 {report.reference:.4f}, "
         f"at most {report.policy.max_drop:g} lost) and {aim} of {len(report.passed)} engines that passed"
         f"{', inside the bounds' if objective.bounds else ''} (among figures within 3 %, the one of the lowest p99): "
-        f"{best.rows_per_s:,.0f} rows/s at batch {best.setting.batch} × {best.setting.streams} streams "
-        f"× {best.setting.threads} threads"
+        f"{best.rows_per_s:,.0f} rows/s at {layout_in_words(best.setting)}"
     )
     if baseline := report.fp32_rows_per_s:
         text += f", {best.rows_per_s / baseline:.2f} × the best FP32 engine"

@@ -88,13 +88,14 @@ class QuantizedModel:
                 inputs=inputs,
                 outputs=outputs,
                 max_batch=facts["max_batch"],
+                max_length=facts["max_length"],
             )
             for variant, entry in facts["variants"].items()
         ]
 
 
 def quantize_recipe(exported: ExportedModel, calibration: Calibration, recipes: tuple[Int8Recipe, ...]) -> str:
-    return digest_of({"calibration": calibration.digest, "export": exported.digest, "recipes": recipes, "v": 1})
+    return digest_of({"calibration": calibration.digest, "export": exported.digest, "recipes": recipes, "v": 2})
 
 
 def quantize(
@@ -124,7 +125,7 @@ def quantize(
             "calibration": calibration.digest,
             "export": exported.digest,
             "variants": variants,
-            **{name: facts[name] for name in ("inputs", "outputs", "max_batch")},
+            **{name: facts[name] for name in ("inputs", "outputs", "max_batch", "max_length")},
         }
     return QuantizedModel(draft.finished())
 

@@ -122,6 +122,7 @@ class SweepSettings(Settings):
     """Which batch sizes the benchmark tries, and how long; see `gpu_runtime.benchmark.report.Sweep`."""
 
     batches: list[int] = Field(default=[1, 8, 32])
+    budgets: list[int] = Field(default=[512, 1024, 2048, 4096])
     finalists: int = 2
     rounds: int = 5
     round_s: float = 0.2
@@ -206,7 +207,13 @@ class InferencePipeline(dg.Component, dg.Model, dg.Resolvable):
             backends=tuple(self.backends),
             gate=GatePolicy(gate.metric, gate.output, gate.max_drop, gate.min_speedup, gate.min_value),
             gate_rows=_rows(gate.rows),
-            sweep=Sweep(**{**dict(self.benchmark), "batches": tuple(self.benchmark.batches)}),
+            sweep=Sweep(
+                **{
+                    **dict(self.benchmark),
+                    "batches": tuple(self.benchmark.batches),
+                    "budgets": tuple(self.benchmark.budgets),
+                }
+            ),
             objective=_objective(self.objective, self.hour_of_day),
             scoring=ScoringPolicy(self.max_quarantined_fraction, self.stage_timeout_s, self.price_per_hour),
             max_drift=self.max_drift,

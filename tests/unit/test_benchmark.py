@@ -238,7 +238,9 @@ def test_a_report_names_the_machine_and_neither_host_user_nor_path(report: Bench
 def test_a_measurement_counts_every_batch_and_orders_its_percentiles(engines: EngineSet, flights: Any) -> None:
     settings = [Setting("onnxruntime:fp32", 4, 2, 1), Setting("openvino:fp32", 8, 1, 2)]
     with HostDevice() as device:
-        measured = measure(engines.engines, settings, device, flights.rows(5), rounds=2, round_s=0.02)
+        measured = measure(
+            engines.engines, settings, device, RowSample(flights.rows(5), None, ""), rounds=2, round_s=0.02
+        )
     assert [one.setting for one in measured] == settings
     for one in measured:
         assert one.rows_per_s > 0
@@ -350,7 +352,7 @@ def test_a_measurement_tells_the_memory_that_a_loaded_engine_takes_and_its_cpu_t
     for rows_each in (batch, 64, batch):  # memory that one engine freed must not hide what the next one takes
         with HostDevice() as device:
             settings = [Setting("onnxruntime:fp32", rows_each, 1, 1)]
-            (one,) = measure(built, settings, device, rows, rounds=1, round_s=0.02)
+            (one,) = measure(built, settings, device, RowSample(rows, None, ""), rounds=1, round_s=0.02)
         assert 0 < one.cpu_s_per_row < 1
         found.append(one.memory_mib)
     slots_mib = 4 * 8  # an input and an output in each of two slots

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,23 @@ import torch
 from deltalake import DeltaTable
 
 from gpu_runtime.artifacts import ArtifactStore
-from gpu_runtime.benchmark.report import run_rows
+from gpu_runtime.backends.engine_set import build_engines
+from gpu_runtime.benchmark.report import Sweep, run_benchmark, run_rows
+from gpu_runtime.benchmark.trial import Feed
+from gpu_runtime.datasets.batching import Batching
 from gpu_runtime.datasets.parquet import ParquetSource
 from gpu_runtime.datasets.sample import sample_rows
-from gpu_runtime.device.host import HostDevice
+from gpu_runtime.device.host import HostDevice, cpu_class
 from gpu_runtime.errors import ExportError, SpecError
 from gpu_runtime.export.onnx_export import export_model
 from gpu_runtime.predictions.delta_table import PredictionTable
 from gpu_runtime.predictions.shard_file import PredictionSchema
+from gpu_runtime.promotion.plan import ServingPlan, choose_plan
+from gpu_runtime.quality.gate import GatePolicy
+from gpu_runtime.quantize.calibration import calibrate
+from gpu_runtime.quantize.int8 import Int8Recipe, quantize
 from gpu_runtime.scoring import Scorer, ScoringPolicy, score_partition
-from gpu_runtime.specs import ModelSpec, OnnxSource, TensorSpec, TorchSource
+from gpu_runtime.specs import ModelSpec, OnnxSource, TensorSpec, TorchSource, to_plain
 
 DAY = "2026-03-01"
 IDS = TensorSpec("ids", "int32", (-1,), minimum=0, maximum=49)
@@ -185,3 +193,45 @@ def test_the_gate_sees_each_row_as_the_reference_does(served_bag: Any, source: P
         found = run_rows(engine, device, sample, "vector")
     alone = [expected(ids[:length].tolist()) for ids, length in zip(sample.inputs["ids"], sample.lengths, strict=True)]
     np.testing.assert_allclose(found, alone, atol=1e-5)
+
+
+def test_the_benchmark_finds_a_budget_and_lengths_and_the_plan_scores_with_them(
+    served_bag: Any, source: ParquetSource, tmp_path: Path
+) -> None:
+    store, exported = served_bag.store, served_bag.exported
+    sample = sample_rows(source, [DAY], 40, 0)
+    found = calibrate(exported, sample.batches(8), sample.digest, store)
+    int8 = quantize(exported, found, (Int8Recipe("vnni"),), store).graphs()
+    assert [graph.max_length for graph in int8] == [LENGTHS[-1]]
+    built = build_engines("bag", [exported.graph(), *int8], ["onnxruntime", "openvino"], cpu_class(), store)
+    policy = GatePolicy("cosine", "vector", 0.02, min_speedup=0.0)
+    sweep = Sweep(budgets=(16, 48), rounds=1, round_s=0.01, probe_s=0.005, trial_rounds=1, trial_s=0.01)
+    with HostDevice() as device:
+        feed = Feed(source, (DAY,))
+        report = run_benchmark(
+            served_bag.spec, "declared", built, exported.graph(), sample, policy, sweep, device, store, feed=feed
+        )
+        assert {result.engine: result.verdict.passed for result in report.results} == {
+            f"{backend}:{variant}": True
+            for backend in ("onnxruntime", "openvino")
+            for variant in ("fp32", "int8-vnni-minmax")
+        }
+        settings = {one.setting for result in report.results for one in result.tried}
+        assert {setting.batch for setting in settings} == {16, 48}
+        (lengths,) = {setting.lengths for setting in settings}
+        assert set(lengths) <= set(range(1, 17)) and lengths[-1] == 16
+        plan = choose_plan(
+            report,
+            declaration="declared",
+            engine_set=built.digest,
+            gate_set=sample.digest,
+            policy=policy,
+            device_class=cpu_class(),
+        )
+        assert plan.lengths == lengths and plan.batch in (16, 48) and "budget of" in plan.reason
+        plan = ServingPlan.from_plain(json.loads(json.dumps(to_plain(plan))))
+        table, schema = PredictionTable(tmp_path / "table"), PredictionSchema(exported.graph().outputs, {})
+        with Scorer(plan, store, device, ScoringPolicy(0.5)) as scorer:
+            made = score_partition(scorer, source.partition(DAY), source, schema, table, "run")
+            assert scorer.executor.ceiling.batching == Batching(plan.batch, 8, lengths)
+    assert (made.scored, made.quarantined, made.accounted) == (58, 2, True)
