@@ -34,6 +34,7 @@ bench: .venv/installed .venv-bench/installed
 	.venv-bench/bin/python benchmarks/schedule.py
 	$(BIN)/python benchmarks/credit.py $(BENCH)
 	$(BIN)/python benchmarks/tensors.py $(BENCH)
+	$(BIN)/python benchmarks/scale.py $(BENCH)
 	$(BIN)/python benchmarks/images.py $(BENCH) $(if $(PHOTOS),--photos $(PHOTOS))
 
 check: .venv/installed .dagster/dagster.yaml

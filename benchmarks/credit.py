@@ -33,7 +33,7 @@ def prepare(work: Path, args: argparse.Namespace) -> Case:
     data, model = folder / "days" / DAY / "part-0.parquet", folder / "mlp.onnx"
     if not data.exists():
         _write_rows(data, rows)
-    _write_model(model)
+    write_mlp(model, LAYERS)
     store = ArtifactStore(folder / "store")
     inputs = (TensorSpec("x", "float32", (32,)),)
     exported = export_model(
@@ -70,19 +70,20 @@ def _write_rows(path: Path, rows: int) -> None:
     partial.replace(path)
 
 
-def _write_model(path: Path) -> None:
+def write_mlp(path: Path, layers: Sequence[int]) -> None:
+    """`x` (float32 `[n, layers[0]]`) to `score` (float32 `[n]`), with seeded weights."""
     import onnx
     from onnx import TensorProto, helper, numpy_helper
 
     rng = np.random.default_rng(1)
     nodes, weights, x = [], [], "x"
-    for i, (wide, narrow) in enumerate(itertools.pairwise(LAYERS)):
+    for i, (wide, narrow) in enumerate(itertools.pairwise(layers)):
         values = (rng.normal(size=(wide, narrow)) / np.sqrt(wide) / (6 if i == 0 else 1)).astype(np.float32)
         weights += [
             numpy_helper.from_array(values, f"w{i}"),
             numpy_helper.from_array(np.zeros(narrow, np.float32), f"b{i}"),
         ]
-        last = i == len(LAYERS) - 2
+        last = i == len(layers) - 2
         nodes.append(helper.make_node("Gemm", [x, f"w{i}", f"b{i}"], [f"g{i}"]))
         x = f"a{i}"
         nodes.append(helper.make_node("Sigmoid" if last else "Relu", [f"g{i}"], [x]))
@@ -91,7 +92,7 @@ def _write_model(path: Path) -> None:
     graph = helper.make_graph(
         nodes,
         "mlp",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 32])],
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", layers[0]])],
         [helper.make_tensor_value_info("score", TensorProto.FLOAT, ["n"])],
         weights,
     )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import mmap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +14,28 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu_runtime.datasets.partition import (
+    CountedFile,
     DatasetPartition,
     FileFingerprint,
     Piece,
+    Places,
     RowFailure,
     ShardTask,
     as_text,
     day_files,
     day_folder,
     is_special,
+    keys_of,
     origins_of,
+    packed,
     reading_of,
+    stat_of,
 )
+from gpu_runtime.datasets.workers import side_by_side
 from gpu_runtime.errors import DatasetError, SpecError
 from gpu_runtime.specs import TensorSpec
+
+_PACK_NBYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -35,11 +45,13 @@ class ArrayFolderSource:
     cut short at that very moment ends the process, as any mapped file does; the next run goes on.
 
     The row key is the file's name and the row's position in it, `part-0.npy#17`. `rows_per_shard` cuts large files.
+    Small ones share a shard, up to `files_per_shard` of them and 16 MiB, and are copied into one array.
     """
 
     root: str
     inputs: tuple[TensorSpec, ...]
     rows_per_shard: int = 100_000
+    files_per_shard: int = 1_000
 
     def __post_init__(self) -> None:
         if len(self.inputs) != 1:
@@ -53,27 +65,42 @@ class ArrayFolderSource:
 
     def partition(self, day: str) -> DatasetPartition:
         folder, reading = day_folder(Path(self.root), day), reading_of(self)
-        shards: list[ShardTask] = []
-        for path in day_files(folder, (".npy",), hidden=(".", "_")):
-            fingerprint = FileFingerprint.of(path, folder)
-            rows = len(self._map(path, f"{day}/{as_text(fingerprint.path)}"))
-            for first in range(0, rows, self.rows_per_shard):
-                last = min(first + self.rows_per_shard, rows)
-                task = ShardTask(day, len(shards), str(folder), (fingerprint,), last - first, (first, last), reading)
-                shards.append(task)
-        return DatasetPartition(day, tuple(shards))
+        paths = day_files(folder, (".npy",), hidden=(".", "_"))
+        files = side_by_side(partial(self._counted, folder), paths, "list")
+        row_nbytes = max(1, self.inputs[0].numpy_dtype.itemsize * math.prod(self.inputs[0].shape))
+        most_rows = min(self.rows_per_shard, _PACK_NBYTES // row_nbytes)
+        return packed(day, folder, reading, files, most_rows, self.files_per_shard)
+
+    def _counted(self, folder: Path, path: Path) -> CountedFile:
+        fingerprint = FileFingerprint.of(path, folder)
+        rows = len(self._map(path, f"{folder.name}/{as_text(fingerprint.path)}"))
+        firsts = range(0, rows, self.rows_per_shard)
+        lasts = [min(first + self.rows_per_shard, rows) for first in firsts]
+        spans = [((first, last), last - first) for first, last in zip(firsts, lasts, strict=True)]
+        return CountedFile(fingerprint, tuple(spans))
 
     def open(self, shard: ShardTask) -> ArrayReader:
-        file = shard.files[0].path
-        assert shard.span is not None
-        mapped = self._map(Path(shard.folder) / file, f"{shard.day}/{as_text(file)}")
-        return ArrayReader(self.inputs[0], mapped, shard.span, shard.day, as_text(file))
+        files = [as_text(file.path) for file in shard.files]
+        if shard.span is not None:
+            mapped = self._map(Path(shard.folder) / shard.files[0].path, f"{shard.day}/{files[0]}")
+            whole = partial(_check_whole, mapped, f"{shard.day}/{files[0]}")
+            values = np.asarray(mapped)[slice(*shard.span)]
+            return ArrayReader(self.inputs[0], values, Places(files, [len(values)], shard.span[0]), whole)
+
+        def read(file: FileFingerprint) -> npt.NDArray[Any]:
+            item = f"{shard.day}/{as_text(file.path)}"
+            mapped = self._map(Path(shard.folder) / file.path, item)
+            _check_whole(mapped, item)
+            return np.array(mapped)
+
+        arrays = side_by_side(read, shard.files, "read")
+        return ArrayReader(self.inputs[0], np.concatenate(arrays), Places(files, [len(array) for array in arrays]))
 
     def _map(self, path: Path, item: str) -> np.memmap[Any, Any]:
         """The file's array, mapped. Raises `DatasetError` unless it is what was declared."""
         (spec,) = self.inputs
         try:
-            if is_special(path):
+            if is_special(stat_of(path)):
                 raise OSError("not a regular file")
             with np.errstate(over="ignore"):  # of a header that counts more than there can be
                 found = np.lib.format.open_memmap(path, mode="c")  # private: no engine can write to the file
@@ -92,24 +119,23 @@ class ArrayFolderSource:
 
 
 class ArrayReader:
-    """A mapped part of one file."""
+    """Rows that lie one behind the other: a mapped part of one file, or small files in memory. `check` raises if the
+    rows may no longer be touched."""
 
     lengths = order = None
 
     def __init__(
-        self, spec: TensorSpec, mapped: np.memmap[Any, Any], span: tuple[int, int], day: str, file: str
+        self, spec: TensorSpec, values: npt.NDArray[Any], places: Places, check: Callable[[], None] = lambda: None
     ) -> None:
-        self._spec, self._values, self._offset = spec, np.asarray(mapped)[slice(*span)], span[0]
-        self._day, self._file = day, file
-        self._opened, self._nbytes = _file_of(mapped), mapped.offset + mapped.nbytes
+        self._spec, self._values, self._places, self._check = spec, values, places, check
 
     @property
     def rows(self) -> int:
         return len(self._values)
 
     def origins(self, start: int, stop: int) -> Any:
-        positions = range(self._offset + start, self._offset + stop)
-        return origins_of([f"{self._file}#{position}" for position in positions], self._file, positions)
+        files, positions = self._places.of(start, stop)
+        return origins_of(keys_of(files, positions), files, positions)
 
     def labels(self) -> None:
         return None
@@ -119,10 +145,7 @@ class ArrayReader:
         return {self._spec.name: self._rows(start, stop)} if self._values.flags.aligned else None
 
     def _rows(self, start: int, stop: int) -> npt.NDArray[Any]:
-        nbytes = self._opened.size()
-        if nbytes < self._nbytes:  # touching what is gone would end the process
-            item = f"{self._day}/{self._file}"
-            raise _unusable("the file got shorter while it was read", item, f"{self._nbytes} bytes", f"{nbytes} bytes")
+        self._check()
         return self._values[start:stop]
 
     def pieces(self, start: int, stop: int, staging: Mapping[str, npt.NDArray[Any]]) -> list[Piece]:
@@ -131,6 +154,13 @@ class ArrayReader:
             return []
 
         return [copy] if stop > start else []
+
+
+def _check_whole(mapped: np.memmap[Any, Any], item: str) -> None:
+    """Touching what is gone would end the process."""
+    expected, nbytes = mapped.offset + mapped.nbytes, _file_of(mapped).size()
+    if nbytes < expected:
+        raise _unusable("the file got shorter while it was read", item, f"{expected} bytes", f"{nbytes} bytes")
 
 
 def _file_of(mapped: np.memmap[Any, Any]) -> mmap.mmap:

@@ -14,13 +14,16 @@ from gpu_runtime.datasets.parquet import ParquetSource
 from gpu_runtime.datasets.partition import Source, reading_of
 from gpu_runtime.specs import ModelSpec, digest_of
 
-_ROWS_PER_SHARD, _ROWS_OF_LENGTH_PER_SHARD = 1_000_000, 100_000
-"""Rows that differ in length, and their results, are held until their shard is done: they are scored out of order."""
+_ROWS_OF_LENGTH = 100_000
+"""In a shard. Rows that differ in length are scored out of order, and their results held until the shard is done."""
 
 
 @dataclass(frozen=True)
 class DatasetSpec:
-    """A dataset with one folder a day under `<data root>/<name>/`. The fields are those of its source."""
+    """A dataset with one folder a day under `<data root>/<name>/`. The fields are those of its source.
+
+    `rows_per_shard`: the most that a run which dies has to score again; without it, what suits the format.
+    """
 
     name: str
     format: Literal["parquet", "images", "arrays"]
@@ -31,18 +34,20 @@ class DatasetSpec:
     crop_fraction: float = 0.875
     tokenizer: str | None = None
     truncate: bool = False
+    rows_per_shard: int | None = None
 
     def source(self, data_root: Path, model: ModelSpec) -> Source:
         """Where the model's inputs come from."""
-        root, inputs = str(data_root / self.name), model.inputs
+        root, inputs, longest = str(data_root / self.name), model.inputs, model.max_length
+        rows = {} if self.rows_per_shard is None else {"rows_per_shard": self.rows_per_shard}
+        if self.format == "arrays" and longest is not None:
+            return ItemFolderSource(root, inputs, longest, *rows.values())
         if self.format == "arrays":
-            return (
-                ItemFolderSource(root, inputs, model.max_length)
-                if model.max_length
-                else ArrayFolderSource(root, inputs)
-            )
+            return ArrayFolderSource(root, inputs, **rows)
         if self.format == "images":
-            return ImageFolderSource(root, inputs, self.crop_fraction)
+            return ImageFolderSource(root, inputs, self.crop_fraction, *rows.values())
+        if longest is not None:
+            rows.setdefault("rows_per_shard", _ROWS_OF_LENGTH)
         return ParquetSource(
             root,
             inputs,
@@ -50,10 +55,10 @@ class DatasetSpec:
             self.vocabularies,
             self.row_key,
             self.label,
-            rows_per_shard=_ROWS_PER_SHARD if model.max_length is None else _ROWS_OF_LENGTH_PER_SHARD,
             tokenizer=self.tokenizer,
-            max_length=model.max_length,
+            max_length=longest,
             truncate=self.truncate,
+            **rows,
         )
 
 

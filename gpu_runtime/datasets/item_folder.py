@@ -23,6 +23,7 @@ from gpu_runtime.datasets.partition import (
     is_special,
     origins_of,
     reading_of,
+    stat_of,
 )
 from gpu_runtime.errors import SpecError
 from gpu_runtime.specs import LENGTH, TensorSpec
@@ -135,7 +136,7 @@ class ItemReader:
 
 
 def _mapped(path: Path) -> npt.NDArray[Any]:
-    if is_special(path):
+    if is_special(stat_of(path)):
         raise OSError("not a regular file")
     with np.errstate(over="ignore"):  # of a header that counts more than there can be
         return np.lib.format.open_memmap(path, mode="r")

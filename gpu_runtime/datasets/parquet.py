@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +14,31 @@ import numpy.typing as npt
 
 from gpu_runtime.datasets.batching import longest_first
 from gpu_runtime.datasets.partition import (
+    CountedFile,
     DatasetPartition,
     FileFingerprint,
     Piece,
+    Places,
     RowFailure,
+    ShardReader,
     ShardTask,
     as_text,
     day_files,
     day_folder,
     is_special,
+    keys_of,
     origins_of,
+    packed,
     reading_of,
+    stat_of,
 )
 from gpu_runtime.datasets.ragged import RaggedRows, lists_of, open_tokenizer, tokens_of
+from gpu_runtime.datasets.workers import side_by_side
 from gpu_runtime.errors import DatasetError, SpecError
 from gpu_runtime.specs import LENGTH, TensorSpec
+
+_NUMBER_NBYTES, _TEXT_NBYTES = 8, 32
+"""What a cell may take in memory, the text of a category or a key as a rule."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +51,11 @@ class ParquetSource:
     tokenizer.json) turns into ids. A row longer than `max_length` is quarantined, or cut with `truncate`; the mask, if
     the model takes one, is no column.
     A null, a value that is not finite, an unknown category and a value outside the input's declared range
-    each quarantine their row. `rows_per_shard` bounds what one shard holds in memory, unless a single row group
-    holds more.
+    each quarantine their row.
+
+    A large file is cut between its row groups; small ones share a shard. A shard is read whole, and the next one while
+    it is scored: so it has `rows_per_shard` rows at most, fewer if its columns are so many that they could take more
+    than `nbytes_per_shard` in memory, and of small files `files_per_shard`. Only a single row group may hold more.
     """
 
     root: str
@@ -53,6 +68,8 @@ class ParquetSource:
     tokenizer: str | None = None
     max_length: int | None = None
     truncate: bool = False
+    files_per_shard: int = 1_000
+    nbytes_per_shard: int = 128 << 20
 
     def __post_init__(self) -> None:
         differ = [spec for spec in self.inputs if spec.has_length and not spec.mask]
@@ -80,26 +97,28 @@ class ParquetSource:
                 )
 
     def partition(self, day: str) -> DatasetPartition:
-        import pyarrow.parquet as pq
+        import pyarrow.dataset as ds
+        import pyarrow.fs as fs
 
-        folder = day_folder(Path(self.root), day)
-        shards: list[ShardTask] = []
-        reading = reading_of(self)
-        for path in day_files(folder, (".parquet",), hidden=(".", "_")):
-            if is_special(path):
-                raise _unreadable("not a regular file", f"{day}/{path.relative_to(folder).as_posix()}", None)
-            try:
-                fingerprint = FileFingerprint.of(path, folder)
-                groups = _row_group_ranges(pq.read_metadata(path), self.rows_per_shard)
-            except Exception as error:  # OSError and ArrowInvalid, but a damaged footer raises what it likes
-                raise _unreadable(
-                    "not a readable Parquet file", f"{day}/{path.relative_to(folder).as_posix()}", error
-                ) from error
-            shards += [
-                ShardTask(day, len(shards) + index, str(folder), (fingerprint,), rows, span, reading)
-                for index, (span, rows) in enumerate(groups)
-            ]
-        return DatasetPartition(day, tuple(shards))
+        folder, reading = day_folder(Path(self.root), day), reading_of(self)
+        most_rows = max(1, min(self.rows_per_shard, self.nbytes_per_shard // self._row_nbytes))
+        paths = day_files(folder, (".parquet",), hidden=(".", "_"))
+        # Of all ways to a footer the one that costs least, and it leaves the interpreter's lock free meanwhile.
+        fragment_of = partial(ds.ParquetFileFormat().make_fragment, filesystem=fs.LocalFileSystem())
+        files = side_by_side(partial(_counted, folder, most_rows, fragment_of), paths, "list")
+        # Rows are sorted by their length within a file: of several files, whose columns may be of unlike types, not.
+        return packed(day, folder, reading, files, most_rows, self.files_per_shard if self._lists is None else 1)
+
+    @property
+    def _needed(self) -> list[str]:
+        """Every column that scoring reads, once. The label is none of them: it mostly comes later than the day."""
+        columns = [c for columns in self.columns.values() for c in columns]
+        return list(dict.fromkeys([*columns, *([self.row_key] if self.row_key else [])]))
+
+    @property
+    def _row_nbytes(self) -> int:
+        numbers = {c for columns in self.columns.values() for c in columns} - self.vocabularies.keys()
+        return sum(_NUMBER_NBYTES if column in numbers else _TEXT_NBYTES for column in self._needed)
 
     @property
     def _lists(self) -> TensorSpec | None:
@@ -117,43 +136,60 @@ class ParquetSource:
         tokenizer = open_tokenizer(self.tokenizer, longest, self.truncate)
         return tokens_of(_values_of(column), tokenizer, self._lists, longest, name)
 
-    def open(self, shard: ShardTask) -> ParquetReader:
-        # Every column that scoring reads, once. The label is none of them: it mostly comes later than the day.
-        needed = [c for columns in self.columns.values() for c in columns]
-        needed = list(dict.fromkeys([*needed, *([self.row_key] if self.row_key else [])]))
-        table, offset = self._read(shard, needed, "land the file with its declared columns, or change `columns`")
-        return ParquetReader(self, table, shard, offset)
+    def open(self, shard: ShardTask) -> ShardReader:
+        tables, offset = self._read(shard, self._needed, "land the file with its declared columns, or change `columns`")
+        readers, first = list[ParquetReader](), 0
+        # Columns of unlike types are not joined: no value may depend on what another file holds.
+        for _, alike in itertools.groupby(tables, key=lambda table: table.schema):
+            some = list(alike)
+            part = replace(shard, files=shard.files[first : first + len(some)])
+            readers.append(ParquetReader(self, some, part, offset))
+            first += len(some)
+        return readers[0] if len(readers) == 1 else _Joined(readers)
 
-    def read_labels(self, shard: ShardTask, label: str) -> Any:
-        table, _ = self._read(shard, [label], "name days for the gate whose labels have arrived")
-        return table.column(label)
+    def read_labels(self, shard: ShardTask, label: str) -> npt.NDArray[Any]:
+        import pyarrow as pa
 
-    def _read(self, shard: ShardTask, columns: list[str], next_step: str) -> tuple[Any, int]:
-        """The shard's rows of `columns`, and the position in the file of the first. No dictionary is left."""
+        tables, _ = self._read(shard, [label], "name days for the gate whose labels have arrived")
+        # Unsafe: a safe cast would refuse, and quote, an integer above 2^53.
+        columns = [table.column(label).cast(pa.float64(), safe=False) for table in tables]
+        return np.concatenate([column.to_numpy(zero_copy_only=False) for column in columns])
+
+    def _read(self, shard: ShardTask, columns: list[str], next_step: str) -> tuple[list[Any], int]:
+        """The shard's rows of `columns`, a table for each file, and the position in its file of the first. No
+        dictionary is left."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        file = shard.files[0].path
-        item = f"{shard.day}/{file}"
-        assert shard.span is not None
-        first, last = shard.span
-        try:
-            # Checksums are verified where the writer left some; without, flipped bytes are other numbers.
-            with pq.ParquetFile(Path(shard.folder) / file, page_checksum_verification=True) as parquet:
-                self._check_columns(parquet.schema_arrow, columns, item, next_step)
-                rows = [parquet.metadata.row_group(group).num_rows for group in range(last)]
-                table = parquet.read_row_groups(list(range(first, last)), columns=columns)
-            if table.num_rows != sum(rows[first:]):
-                raise ValueError("the pages do not hold the rows that the footer promises")
-            for index, column in enumerate(table.columns):
-                if pa.types.is_dictionary(column.type):  # the cast checks its ids, which nothing else does
-                    name = table.schema.names[index]
-                    table = table.set_column(index, name, column.cast(column.type.value_type))
-            return table.combine_chunks(), sum(rows[:first])
-        except DatasetError:
-            raise
-        except Exception as error:  # OSError and ArrowInvalid, but a damaged footer raises what it likes
-            raise _unreadable("the file's columns cannot be read", item, error) from error
+        known: list[Any] = [None]  # the last good schema: as a rule all files have the same
+
+        def read(file: FileFingerprint) -> tuple[Any, int]:
+            item = f"{shard.day}/{file.path}"
+            try:
+                # Checksums are verified where the writer left some; without, flipped bytes are other numbers.
+                with (
+                    pa.OSFile(f"{shard.folder}/{file.path}") as opened,
+                    pq.ParquetFile(opened, page_checksum_verification=True) as parquet,
+                ):
+                    schema = parquet.schema_arrow
+                    if schema != known[0]:
+                        self._check_columns(schema, columns, item, next_step)
+                        known[0] = schema
+                    first, last = shard.span or (0, parquet.num_row_groups)
+                    rows = [parquet.metadata.row_group(group).num_rows for group in range(last)]
+                    table = parquet.read_row_groups(
+                        list(range(first, last)), columns=columns, use_threads=len(shard.files) == 1
+                    )
+                if table.num_rows != sum(rows[first:]):
+                    raise ValueError("the pages do not hold the rows that the footer promises")
+                return _without_dictionaries(table), sum(rows[:first])
+            except DatasetError:
+                raise
+            except Exception as error:  # OSError and ArrowInvalid, but a damaged footer raises what it likes
+                raise _unreadable("the file's columns cannot be read", item, error) from error
+
+        found = side_by_side(read, shard.files, "read")
+        return [table for table, _ in found], found[0][1]
 
     def _check_columns(self, schema: Any, columns: list[str], item: str, next_step: str) -> None:
         for column in columns:
@@ -215,7 +251,19 @@ def _unreadable(what: str, item: str, error: Exception | None) -> DatasetError:
     )
 
 
-def _row_group_ranges(metadata: Any, rows_per_shard: int) -> list[tuple[tuple[int, int], int]]:
+def _counted(folder: Path, most_rows: int, fragment_of: Callable[[str], Any], path: Path) -> CountedFile:
+    """What the footer says of the file's rows. Raises `DatasetError` if it is none, or its row groups do not add up."""
+    found = stat_of(path)
+    if is_special(found):
+        raise _unreadable("not a regular file", f"{folder.name}/{path.relative_to(folder)}", None)
+    try:
+        fingerprint = FileFingerprint.of(path, folder, found=found)
+        return CountedFile(fingerprint, _row_group_ranges(fragment_of(str(path)).metadata, most_rows))
+    except Exception as error:  # OSError and ArrowInvalid, but a damaged footer raises what it likes
+        raise _unreadable("not a readable Parquet file", f"{folder.name}/{path.relative_to(folder)}", error) from error
+
+
+def _row_group_ranges(metadata: Any, rows_per_shard: int) -> tuple[tuple[tuple[int, int], int], ...]:
     """Half-open ranges of row groups that cover every row of the file, and how many rows each holds."""
     counts = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
     if metadata.num_rows != sum(counts):
@@ -227,24 +275,38 @@ def _row_group_ranges(metadata: Any, rows_per_shard: int) -> list[tuple[tuple[in
             ranges.append(((first, group), rows))
             first, rows = group, 0
         rows += count
-    return [*ranges, ((first, len(counts)), rows)] if counts else []
+    return (*ranges, ((first, len(counts)), rows)) if counts else ()
+
+
+def _without_dictionaries(table: Any) -> Any:
+    import pyarrow as pa
+
+    for index, column in enumerate(table.columns):
+        if pa.types.is_dictionary(column.type):  # the cast checks its ids, which nothing else does
+            table = table.set_column(index, table.schema.names[index], column.cast(column.type.value_type))
+    return table
 
 
 class ParquetReader:
-    """A shard's columns, whole and of the declared kinds; their values are checked batch by batch."""
+    """A shard's columns, whole and of the declared kinds; their values are checked batch by batch.
 
-    def __init__(self, source: ParquetSource, table: Any, shard: ShardTask, offset: int) -> None:
+    `tables` hold a file each, with columns of the same types.
+    """
+
+    def __init__(self, source: ParquetSource, tables: Sequence[Any], shard: ShardTask, offset: int) -> None:
+        import pyarrow as pa
+
         self._source, self._shard = source, shard
-        self._file = shard.files[0].path
-        self._positions = np.arange(offset, offset + table.num_rows)
+        table = pa.concat_tables(tables).combine_chunks()
         self.order: npt.NDArray[np.int64] | None = None
         self.lengths: npt.NDArray[np.int64] | None = None
         self._ragged = source.ragged(table)
         if self._ragged is not None:
             self.order = longest_first(self._ragged.lengths)
-            table, self._positions = table.take(self.order).combine_chunks(), self._positions[self.order]
-            self._ragged = self._ragged.take(self.order)
+            table, self._ragged = table.take(self.order).combine_chunks(), self._ragged.take(self.order)
             self.lengths = self._ragged.lengths
+        rows = [one.num_rows for one in tables]
+        self._places = Places([file.path for file in shard.files], rows, offset, self.order)
         self._keys = table.column(source.row_key).combine_chunks() if source.row_key else None
         self._plain_keys = self._keys is not None and _is_plain(self._keys)
         self._table = table
@@ -256,14 +318,13 @@ class ParquetReader:
         return int(self._table.num_rows)
 
     def origins(self, start: int, stop: int) -> Any:
-        positions = self._positions[start:stop]
-        return origins_of(self._keys_of(start, stop, positions), as_text(self._file), positions)
+        files, positions = self._places.of(start, stop)
+        return origins_of(self._keys_of(start, stop, keys_of(files, positions)), files, positions)
 
-    def _keys_of(self, start: int, stop: int, positions: npt.NDArray[np.int64]) -> Any:
+    def _keys_of(self, start: int, stop: int, places: Any) -> Any:
         import pyarrow as pa
         import pyarrow.compute as pc
 
-        places = pc.binary_join_element_wise(as_text(self._file), pa.array(positions).cast(pa.string()), "#")
         if self._keys is None:
             return places
         keys = self._keys.slice(start, stop - start)
@@ -287,12 +348,8 @@ class ParquetReader:
     def labels(self) -> npt.NDArray[Any] | None:
         if self._source.label is None:
             return None
-        import pyarrow as pa
-
-        column = self._source.read_labels(self._shard, self._source.label)
-        column = column if self.order is None else column.take(self.order)
-        # Unsafe: a safe cast would refuse, and quote, an integer above 2^53.
-        return column.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
+        labels = self._source.read_labels(self._shard, self._source.label)
+        return labels if self.order is None else labels[self.order]
 
     def pieces(self, start: int, stop: int, staging: Mapping[str, npt.NDArray[Any]]) -> list[Piece]:
         return [lambda: self._fill(start, stop, staging)] if stop > start else []
@@ -362,6 +419,53 @@ class ParquetReader:
             return f"column {column!r} " + ("holds an unknown category" if vocabulary is not None else "is not finite")
 
         return values, bad, reason
+
+
+class _Joined:
+    """Readers of one shard's files, one after the other; their rows are alike."""
+
+    lengths = order = None
+
+    def __init__(self, readers: Sequence[ParquetReader]) -> None:
+        self._readers = readers
+        self._starts = [0, *itertools.accumulate(reader.rows for reader in readers)]
+
+    @property
+    def rows(self) -> int:
+        return self._starts[-1]
+
+    def _parts(self, start: int, stop: int) -> list[tuple[ParquetReader, int, int, int]]:
+        """The readers that rows `start … stop` are in, which rows of each, and where these begin in the batch."""
+        found = []
+        for reader, (first, end) in zip(self._readers, itertools.pairwise(self._starts), strict=True):
+            low, high = max(start, first), min(stop, end)
+            if low < high:
+                found.append((reader, low - first, high - first, low - start))
+        return found
+
+    def origins(self, start: int, stop: int) -> Any:
+        import pyarrow as pa
+
+        return pa.concat_batches([reader.origins(low, high) for reader, low, high, _ in self._parts(start, stop)])
+
+    def view(self, start: int, stop: int) -> Mapping[str, npt.NDArray[Any]] | None:
+        (reader, low, high, _), *others = self._parts(start, stop)
+        return None if others else reader.view(low, high)
+
+    def labels(self) -> npt.NDArray[Any] | None:
+        found = [labels for reader in self._readers if (labels := reader.labels()) is not None]
+        return np.concatenate(found) if found else None
+
+    def pieces(self, start: int, stop: int, staging: Mapping[str, npt.NDArray[Any]]) -> list[Piece]:
+        return [
+            partial(_fill_part, piece, at)
+            for reader, low, high, at in self._parts(start, stop)
+            for piece in reader.pieces(low, high, {n: rows[at : at + high - low] for n, rows in staging.items()})
+        ]
+
+
+def _fill_part(piece: Piece, at: int) -> list[RowFailure]:
+    return [replace(failure, row=failure.row + at) for failure in piece()]
 
 
 def _is_plain(keys: Any) -> bool:

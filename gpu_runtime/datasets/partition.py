@@ -8,6 +8,7 @@ import os
 import stat
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,9 +29,10 @@ class FileFingerprint:
     modified_ns: int
 
     @staticmethod
-    def of(path: Path, folder: Path) -> FileFingerprint:
-        found = stat_of(path) or path.lstat()  # a link to nothing, or to itself: a file that cannot be read
-        return FileFingerprint(path.relative_to(folder).as_posix(), found.st_size, found.st_mtime_ns)
+    def of(path: Path, folder: Path, *, found: os.stat_result | None = None) -> FileFingerprint:
+        found = found or stat_of(path) or path.lstat()  # a link to nothing, or to itself: a file that cannot be read
+        name = str(path).removeprefix(f"{folder}/")  # `relative_to` would cost as much as the stat
+        return FileFingerprint(name, found.st_size, found.st_mtime_ns)
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class ShardTask:
     span: tuple[int, int] | None = None
     reading: str = ""
 
-    @property
+    @cached_property  # of a thousand files, and asked for several times
     def fingerprint(self) -> str:
         return digest_of({"files": self.files, "span": self.span, "reading": self.reading})
 
@@ -73,6 +75,47 @@ class DatasetPartition:
     @property
     def nbytes(self) -> int:
         return sum({file.path: file.nbytes for shard in self.shards for file in shard.files}.values())
+
+
+@dataclass(frozen=True)
+class CountedFile:
+    """A file of which it is known how a shard may cut it: half-open ranges of what the format is cut by, and the rows
+    in each. No shard holds two ranges of one file."""
+
+    fingerprint: FileFingerprint
+    spans: tuple[tuple[tuple[int, int], int], ...]
+
+    @property
+    def rows(self) -> int:
+        return sum(rows for _, rows in self.spans)
+
+
+def packed(
+    day: str, folder: Path, reading: str, files: Iterable[CountedFile], most_rows: int, most_files: int
+) -> DatasetPartition:
+    """The day's shards, in the order of its files: each span is one, but files next to each other that are one span
+    each share a shard of `most_rows` rows and `most_files` files at most. A shard costs a data file, a receipt and a
+    few writes that wait for the disk: a thousand small files could not afford one each.
+
+    A file of several spans has more than `most_rows` rows; one without a span is in no shard.
+    """
+    packs: list[list[CountedFile]] = []
+    rows = 0  # in the last pack
+    for file in files:
+        if not file.spans:
+            continue
+        if not packs or len(packs[-1]) == most_files or rows + file.rows > most_rows:
+            packs.append([])
+            rows = 0
+        packs[-1].append(file)
+        rows += file.rows
+    shards: list[ShardTask] = []
+    for pack in packs:
+        together = tuple(file.fingerprint for file in pack)
+        spans = pack[0].spans if len(pack) == 1 else [(None, sum(file.rows for file in pack))]
+        for span, count in spans:
+            shards.append(ShardTask(day, len(shards), str(folder), together, count, span, reading))
+    return DatasetPartition(day, tuple(shards))
 
 
 @dataclass(frozen=True)
@@ -133,14 +176,53 @@ class Source(Protocol):
         """Raises `DatasetError` when a file as a whole is not what was declared."""
 
 
-def origins_of(keys: Any, files: Sequence[str] | str, positions: Any) -> Any:
-    """An Arrow record batch: the rows' keys, their files relative to the day's folder (one for all, or one each), and
-    their positions in those files."""
+def origins_of(keys: Any, files: Any, positions: Any) -> Any:
+    """An Arrow record batch: the rows' keys, their files relative to the day's folder (one name for all, or one each,
+    which may be a dictionary array), and their positions in those files."""
     import pyarrow as pa
 
     keys = keys if isinstance(keys, pa.Array) else pa.array(keys, pa.string())
-    named = repeated(files, len(keys)) if isinstance(files, str) else pa.array(files, pa.string()).dictionary_encode()
-    return pa.record_batch([keys, named, pa.array(positions, pa.int64())], list(ORIGIN))
+    if isinstance(files, str):
+        files = repeated(files, len(keys))
+    elif not isinstance(files, pa.DictionaryArray):
+        files = pa.array(files, pa.string()).dictionary_encode()
+    return pa.record_batch([keys, files, pa.array(positions, pa.int64())], list(ORIGIN))
+
+
+class Places:
+    """The file that each row of a shard lies in, and its position there, for files whose rows follow each other.
+
+    `files` are their names, `rows` how many of each there are. Of a single file they may begin at row `offset`. In
+    another `order`, row i is row `order[i]` of them.
+    """
+
+    def __init__(
+        self, files: Sequence[str], rows: Sequence[int], offset: int = 0, order: npt.NDArray[np.int64] | None = None
+    ) -> None:
+        import pyarrow as pa
+
+        self._names = pa.array([as_text(file) for file in files], pa.string())
+        self._starts, self._offset, self._order = np.cumsum([0, *rows[:-1]]), offset, order
+
+    def of(self, start: int, stop: int) -> tuple[Any, npt.NDArray[np.int64]]:
+        """Of rows `start … stop`: the names as a dictionary array, and the positions."""
+        import pyarrow as pa
+
+        rows = np.arange(start, stop) if self._order is None else self._order[start:stop]
+        file = np.searchsorted(self._starts, rows, side="right") - 1
+        first, last = (int(file.min()), int(file.max())) if len(file) else (0, 0)
+        names = self._names.slice(first, last + 1 - first)
+        positions = rows - self._starts[file] + self._offset
+        return pa.DictionaryArray.from_arrays((file - first).astype(np.int32), names), positions
+
+
+def keys_of(files: Any, positions: npt.NDArray[np.int64]) -> Any:
+    """The key of a row that has none: `<file>#<position>`, as an Arrow array. `files` is a dictionary array."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    name = files.dictionary[0] if len(files.dictionary) == 1 else files.dictionary_decode()
+    return pc.binary_join_element_wise(name, pa.array(positions).cast(pa.string()), "#")
 
 
 def as_text(path: str) -> str:
@@ -157,7 +239,7 @@ def repeated(value: str, count: int) -> Any:
 
 def reading_of(source: Any) -> str:
     """Digest of a source's settings, but for where its files lie and how they are cut into shards."""
-    place = {"root", "rows_per_shard", "files_per_shard"}
+    place = {"root", "rows_per_shard", "files_per_shard", "nbytes_per_shard"}
     settings = {name: value for name, value in vars(source).items() if name not in place}
     if tokenizer := settings.get("tokenizer"):
         settings["tokenizer"] = tokenizer_digest(tokenizer)
@@ -172,9 +254,8 @@ def stat_of(path: Path) -> os.stat_result | None:
         return None
 
 
-def is_special(path: Path) -> bool:
+def is_special(found: os.stat_result | None) -> bool:
     """A pipe, a socket or a device, which would be waited for; or a folder."""
-    found = stat_of(path)
     return found is not None and not stat.S_ISREG(found.st_mode)
 
 
@@ -204,7 +285,7 @@ def day_files(folder: Path, suffixes: Container[str], hidden: tuple[str, ...]) -
     Raises `DatasetError` when there are files and none has one of the suffixes, or a folder cannot be read: neither
     is an empty day.
     """
-    seen = sorted(_files_below(folder, hidden))
+    seen = sorted(_files_below(folder, hidden), key=lambda path: path.parts)  # as paths are compared, only faster
     for path in seen:
         if path.suffix.lower() not in suffixes and path.is_symlink() and stat_of(path) is None:
             raise DatasetError(
@@ -249,7 +330,8 @@ def _files_below(folder: Path, hidden: tuple[str, ...]) -> Iterator[Path]:
         if not os.access(root, os.X_OK):
             refuse(PermissionError(errno.EACCES, "may not be entered", root))
         folders[:] = sorted(name for name in folders if not name.startswith(hidden))
-        yield from (Path(root) / name for name in files if not name.startswith(hidden))
+        parent = Path(root)
+        yield from (parent / name for name in files if not name.startswith(hidden))
 
 
 def check_unchanged(shard: ShardTask) -> None:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+Item = TypeVar("Item")
+
+_READERS, _ITEMS_PER_TURN = 4, 64
+"""Storage answers several requests at once, whatever the number of cores. With eight, files on a local disk are read
+more slowly than with four: they wait for the interpreter's lock."""
 
 
 class WorkerPool:
@@ -70,3 +77,23 @@ class WorkerPool:
             for thread in self._threads:
                 thread.join()
         self._threads.clear()
+
+
+def side_by_side(function: Callable[[Item], T], items: Sequence[Item], name: str) -> list[T]:
+    """`function` of each item, in their order, on several threads that mostly wait for storage.
+
+    Raises what the first item, in that order, raised; what has not begun by then is left out.
+    """
+    if len(items) <= 1:
+        return [function(item) for item in items]
+    step = min(_ITEMS_PER_TURN, -(-len(items) // _READERS))  # a turn each would cost more than a small file does
+    with contextlib.closing(WorkerPool(_READERS, name)) as pool:
+        turns: list[Future[list[T]]] = [
+            pool.submit(partial(list, map(function, items[first : first + step])))
+            for first in range(0, len(items), step)
+        ]
+        try:
+            return [made for turn in turns for made in turn.result()]
+        finally:
+            for turn in turns:
+                turn.cancel()

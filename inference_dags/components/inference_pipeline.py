@@ -72,7 +72,8 @@ class DatasetSettings(Settings):
     `vocabularies` name files beside defs.yaml with one known value a line. `land` is `module:function(day,
     folder)`; leave it out when another system writes the folders. Without `last_day` the days go on. `tokenizer` is a
     tokenizer.json beside defs.yaml that turns a text column into ids; texts of more than `max_length` are quarantined,
-    or cut with `truncate`.
+    or cut with `truncate`. `rows_per_shard`: the most that a run which dies has to score again; without it, what suits
+    the format.
     """
 
     name: str
@@ -88,6 +89,7 @@ class DatasetSettings(Settings):
     crop_fraction: float = 0.875
     tokenizer: str | None = None
     truncate: bool = False
+    rows_per_shard: int | None = Field(default=None, ge=1)
 
 
 class RowsSettings(Settings):
@@ -193,6 +195,7 @@ class InferencePipeline(dg.Component, dg.Model, dg.Resolvable):
             crop_fraction=dataset.crop_fraction,
             tokenizer=str(_file(folder / dataset.tokenizer)) if dataset.tokenizer else None,
             truncate=dataset.truncate,
+            rows_per_shard=dataset.rows_per_shard,
         )
         dataset_spec.source(Path(), spec)  # columns that do not fill the inputs are told now, not at night
         return Pipeline(

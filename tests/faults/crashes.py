@@ -58,6 +58,7 @@ SETTINGS: dict[str, Any] = {
         "columns": {"x": list("abcdef")},
         "row_key": "id",
         "label": "label",
+        "rows_per_shard": ROWS,
     },
     "calibration": {"days": GATE_DAY, "rows": 100},
     "int8": [{"scheme": "vnni", "keep_first_float": True}],

@@ -104,7 +104,7 @@ def test_files_in_order_of_their_names_are_cut_into_shards(tmp_path: Path) -> No
     ]
     read = [numpy_rows(source, shard)[0]["x"] for shard in shards]
     np.testing.assert_array_equal(np.concatenate(read), values_of(32))
-    assert source_of(tmp_path).partition(DAY).shards[0].span == (0, 25)
+    assert [(shard.span, shard.rows) for shard in source_of(tmp_path).partition(DAY).shards] == [(None, 32)]
 
 
 def test_a_row_is_named_by_its_file_and_its_position_in_it(tmp_path: Path) -> None:
@@ -193,13 +193,68 @@ def test_what_is_hidden_is_left_out_and_another_format_is_no_empty_day(tmp_path:
 
 
 def test_the_format_is_declared_by_its_name(tmp_path: Path) -> None:
-    source = DatasetSpec("vectors", "arrays").source(tmp_path, ModelSpec("m", "1", OnnxSource("m.onnx"), (X,), ("y",)))
+    model = ModelSpec("m", "1", OnnxSource("m.onnx"), (X,), ("y",))
+    source = DatasetSpec("vectors", "arrays").source(tmp_path, model)
     assert source == ArrayFolderSource(str(tmp_path / "vectors"), (X,))
+    assert DatasetSpec("vectors", "arrays", rows_per_shard=7).source(tmp_path, model) == replace(
+        source, rows_per_shard=7
+    )
 
 
 def test_arrays_fill_one_input(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"x, y.*one input.*2 inputs"):
         ArrayFolderSource(str(tmp_path), (X, TensorSpec("y", "float32")))
+
+
+# Many small files
+
+
+def test_small_files_share_a_shard_and_each_row_keeps_its_place(tmp_path: Path) -> None:
+    for i in range(5):
+        land(tmp_path, values_of(4, first=4 * i), f"{i}.npy")
+    land(tmp_path, values_of(25), "3.npy")
+    source = source_of(tmp_path, rows_per_shard=10)
+    shards = source.partition(DAY).shards
+    assert [("".join(f.path[0] for f in s.files), s.rows, s.span) for s in shards] == [
+        ("01", 8, None),
+        ("2", 4, (0, 4)),
+        ("3", 10, (0, 10)),
+        ("3", 10, (10, 20)),
+        ("3", 5, (20, 25)),
+        ("4", 4, (0, 4)),
+    ]
+    rows, failures, reader = numpy_rows(source, shards[0])
+    np.testing.assert_array_equal(rows["x"], values_of(8))
+    seen = reader.view(2, 7)
+    assert seen is not None and failures == []
+    np.testing.assert_array_equal(seen["x"], values_of(5, first=2))
+    places = [("0.npy", 2), ("0.npy", 3), ("1.npy", 0), ("1.npy", 1), ("1.npy", 2)]
+    assert reader.origins(2, 7).to_pylist() == [
+        {"row_key": f"{file}#{row}", "source_file": file, "source_position": row} for file, row in places
+    ]
+    assert len(source_of(tmp_path).partition(DAY).shards) == 1
+    assert len(source_of(tmp_path, files_per_shard=2).partition(DAY).shards) == 3
+
+
+def test_files_of_many_bytes_do_not_share_a_shard(tmp_path: Path) -> None:
+    """They stay mapped: together they would be copied."""
+    wide = TensorSpec("x", "uint8", (1 << 20,))
+    for i in range(3):
+        land(tmp_path, np.zeros((6, 1 << 20), np.uint8), f"{i}.npy")
+    assert [shard.rows for shard in source_of(tmp_path, wide).partition(DAY).shards] == [12, 6]
+
+
+def test_a_bad_file_among_small_ones_is_named(tmp_path: Path) -> None:
+    paths = [land(tmp_path, values_of(2), f"{i}.npy") for i in range(5)]
+    source = source_of(tmp_path)
+    (shard,) = source.partition(DAY).shards
+    os.truncate(paths[3], 100)
+    with pytest.raises(DatasetError) as caught:
+        source.open(shard)
+    assert caught.value.item == f"{DAY}/3.npy"
+    with pytest.raises(DatasetError) as caught:
+        source.partition(DAY)
+    assert caught.value.item == f"{DAY}/3.npy"
 
 
 # Bad files

@@ -81,3 +81,13 @@ def test_credit_runs_and_a_peer_that_is_not_installed_is_named(tmp_path: Path) -
     assert [one["name"] for one in report["entrants"] if one["role"] == "ours"] == ["ours"]
     assert {one["name"] for one in report["entrants"]} | set(report["not_run"]) == {"ours", "ray"}
     assert str(tmp_path) not in json.dumps(report)
+
+
+def test_scale_compares_files_and_shards_of_the_same_rows(tmp_path: Path) -> None:
+    command = [sys.executable, "benchmarks/scale.py", "--smoke", "--work", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "smoke" / "results" / "scale.json").read_text())
+    assert report["not_run"] == {}
+    assert {one["same_answers"] for one in report["entrants"] if one["role"] != "part"} == {1.0}
+    assert report["derived"].keys() > {"100 files ÷ one file, goal 0.7", "10 shards ÷ 1 shard", "100 shards ÷ 1 shard"}

@@ -255,6 +255,127 @@ def test_a_file_is_known_by_its_suffix_in_any_case_and_a_folder_is_none(flights:
     assert [s.files[0].path for s in flights.source(tmp_path).partition(DAY).shards] == ["table.parquet/part-0.PARQUET"]
 
 
+# Many small files
+
+
+def small_days(flights: Any, root: Path, count: int = 7, rows: int = 3, **changes: Any) -> list[Path]:
+    return [flights.write_day(root, DAY, rows, seed=i, file=f"part-{i}.parquet", **changes) for i in range(count)]
+
+
+def test_small_files_share_a_shard_and_large_ones_do_not(flights: Any, tmp_path: Path) -> None:
+    small_days(flights, tmp_path)
+    flights.write_day(tmp_path, DAY, 25, file="part-4.parquet", group=10)
+
+    def cut(**settings: Any) -> list[tuple[str, int, Any]]:
+        shards = flights.source(tmp_path, **settings).partition(DAY).shards
+        assert [shard.index for shard in shards] == list(range(len(shards)))
+        return [("".join(f.path[5] for f in shard.files), shard.rows, shard.span) for shard in shards]
+
+    large = [("4", 10, (0, 1)), ("4", 10, (1, 2)), ("4", 5, (2, 3))]
+    assert cut(rows_per_shard=10) == [("012", 9, None), ("3", 3, (0, 1)), *large, ("56", 6, None)]
+    assert cut(rows_per_shard=10, files_per_shard=2) == [("01", 6, None), ("23", 6, None), *large, ("56", 6, None)]
+    assert cut() == [("0123456", 43, None)]
+    # Five numbers and a category of up to 8 and 32 bytes, and a key: 96 bytes a row.
+    assert cut(nbytes_per_shard=960) == cut(rows_per_shard=10)
+
+
+@pytest.mark.parametrize("row_key", ["id", None])
+def test_a_row_of_a_shared_shard_keeps_its_file_and_its_position_in_it(
+    flights: Any, tmp_path: Path, row_key: str | None
+) -> None:
+    small_days(flights, tmp_path, rows=4)
+    source = flights.source(tmp_path, row_key=row_key)
+    (shard,) = source.partition(DAY).shards
+    rows, failures, reader = numpy_rows(source, shard)
+    expected = [flights.rows(4, seed=i) for i in range(7)]
+    for name in rows:
+        np.testing.assert_array_equal(rows[name], np.concatenate([one[name] for one in expected]))
+    assert failures == []
+    np.testing.assert_array_equal(reader.labels(), rows["numbers"][:, 0] > 0)
+    for start, stop in ((0, 28), (0, 4), (2, 9), (3, 4), (24, 28), (5, 5)):
+        places = [divmod(row, 4) for row in range(start, stop)]
+        assert reader.origins(start, stop).to_pylist() == [
+            {
+                "row_key": f"flight-{file}-{row}" if row_key else f"part-{file}.parquet#{row}",
+                "source_file": f"part-{file}.parquet",
+                "source_position": row,
+            }
+            for file, row in places
+        ]
+
+
+def test_a_bad_row_of_a_shared_shard_is_found_in_its_batch(flights: Any, tmp_path: Path) -> None:
+    small_days(flights, tmp_path)
+    flights.write_day(tmp_path, DAY, 3, file="part-2.parquet", a=[0.5, None, 0.5])
+    source = flights.source(tmp_path)
+    reader = source.open(source.partition(DAY).shards[0])
+    staging = {"numbers": np.zeros((5, 4), np.float32), "carrier": np.zeros(5, np.int32)}
+    (failure,) = [failure for piece in reader.pieces(4, 9, staging) for failure in piece()]
+    assert (failure.row, failure.reason) == (3, "column 'a' is null")
+    assert reader.origins(7, 8).to_pylist()[0]["source_file"] == "part-2.parquet"
+
+
+def test_files_of_unlike_types_share_a_shard_and_not_their_types(tmp_path: Path) -> None:
+    """As float64, the only type that both would fit, the large integer would be another one."""
+    large = 2**62 + 2**38 + 1
+    day_of(tmp_path, {"v": pa.array([large, 1], pa.int64()), "y": [1, 2]}, "a.parquet")
+    day_of(tmp_path, {"y": [3, 4, 5], "v": pa.array([0.5, None, np.nan], pa.float64())}, "b.parquet")
+    day_of(tmp_path, {"v": pa.nulls(1), "y": [6]}, "c.parquet")
+    day_of(tmp_path, {"v": pa.array([7, large], pa.int64()), "y": [7, 8]}, "d.parquet")
+    source = ParquetSource(str(tmp_path), (FLOAT,), {"v": ("v",)}, label="y")
+    (shard,) = source.partition(DAY).shards
+    rows, failures, reader = numpy_rows(source, shard)
+    (nearest,) = np.asarray([large]).astype(np.float32).tolist()
+    assert rows["v"].tolist() == [nearest, 1, 0.5, 0, 0, 0, 7, nearest]
+    reasons = {3: "column 'v' is null", 4: "column 'v' is not finite", 5: "column 'v' is null"}
+    assert {failure.row: failure.reason for failure in failures} == reasons
+    assert reader.labels().tolist() == list(range(1, 9))
+    files = [("a", 0), ("a", 1), ("b", 0), ("b", 1), ("b", 2), ("c", 0), ("d", 0), ("d", 1)]
+    assert reader.origins(0, 8)["row_key"].to_pylist() == [f"{name}.parquet#{position}" for name, position in files]
+    assert reader.origins(1, 3)["row_key"].to_pylist() == ["a.parquet#1", "b.parquet#0"]
+    assert reader.view(0, 8) is None
+
+
+def test_a_plain_column_of_small_files_is_handed_on_as_one(tmp_path: Path) -> None:
+    for i in range(5):
+        day_of(tmp_path, {"v": np.arange(4 * i, 4 * i + 4).astype(np.float32)}, f"{i}.parquet")
+    source = ParquetSource(str(tmp_path), (FLOAT,), {"v": ("v",)})
+    seen = source.open(source.partition(DAY).shards[0]).view(3, 18)
+    assert seen is not None and seen["v"].tolist() == list(range(3, 18))
+
+
+@pytest.mark.parametrize("bad", [0, 3, 150])
+def test_a_damaged_file_among_many_is_named(flights: Any, tmp_path: Path, bad: int) -> None:
+    """And the first, if there are several."""
+    paths = [flights.write_day(tmp_path, DAY, 1, file=f"part-{i:03}.parquet") for i in range(151)]
+    source = flights.source(tmp_path)
+    shard = source.partition(DAY).shards[0]
+    assert len(shard.files) == 151
+    for path in {paths[bad], paths[150]}:
+        flights.write_day(tmp_path, DAY, 1, file=path.name, b=None)
+    with pytest.raises(DatasetError, match="the column 'b' is missing") as caught:
+        source.open(shard)
+    assert caught.value.item == f"{DAY}/part-{bad:03}.parquet"
+    for path in {paths[bad], paths[150]}:
+        path.write_bytes(path.read_bytes()[:-4])
+    for refused in (lambda: source.open(shard), lambda: source.partition(DAY)):
+        with pytest.raises(DatasetError) as caught:
+            refused()
+        assert caught.value.item == f"{DAY}/part-{bad:03}.parquet"
+
+
+def test_each_file_of_a_shared_shard_counts_for_its_fingerprint(flights: Any, tmp_path: Path) -> None:
+    small_days(flights, tmp_path)
+    source = flights.source(tmp_path)
+    before = source.partition(DAY)
+    assert (before.files, len(before.shards)) == (7, 1) and source.partition(DAY).digest == before.digest
+    flights.write_day(tmp_path, DAY, 3, seed=9, file="part-5.parquet")
+    assert source.partition(DAY).shards[0].fingerprint != before.shards[0].fingerprint
+    with pytest.raises(DatasetError, match="changed while") as caught:
+        check_unchanged(before.shards[0])
+    assert caught.value.item == f"{DAY}/part-5.parquet"
+
+
 # Columns that are handed on as they lie
 
 
