@@ -7,7 +7,8 @@ unmeasured (caches, kernels, lazy imports), then `REPEATS` times measured.
 
 Tuning: every entrant tries each of its settings, at most `MAX_SETTINGS` of them, in one such process of
 `TUNING_REPEATS` runs, and goes into the rounds with the one of the fastest run. An entrant
-that fails or hangs is left out, with the reason in the results.
+that fails or hangs is left out, with the reason in the results. A benchmark whose single run is long says how many
+rounds and repeats it takes instead.
 """
 
 from __future__ import annotations
@@ -125,6 +126,9 @@ class Benchmark:
     answers: Callable[[Path, Case], Sequence[float] | None]
     derive: Callable[[Mapping[str, Result], Case], Mapping[str, float]]
     tolerance: float = 1e-3
+    rounds: int = ROUNDS
+    repeats: int = REPEATS
+    tuning_repeats: int = TUNING_REPEATS
     arguments: Callable[[argparse.ArgumentParser], object] = lambda parser: None
 
 
@@ -132,7 +136,7 @@ def main(benchmark: Benchmark) -> None:
     parser = argparse.ArgumentParser(description=benchmark.title)
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, one setting, one round; keeps no result")
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=[e.name for e in benchmark.entrants])
-    parser.add_argument("--rounds", type=int, default=None, help=f"default {ROUNDS}")
+    parser.add_argument("--rounds", type=int, default=None, help=f"default {benchmark.rounds}")
     parser.add_argument("--peers-python", default=sys.executable, metavar="PATH", help="the interpreter of the peers")
     parser.add_argument("--work", type=Path, default=WORK, metavar="DIR", help="for data and engines; kept")
     parser.add_argument("--results", type=Path, default=None, metavar="DIR")
@@ -151,8 +155,8 @@ def main(benchmark: Benchmark) -> None:
     work.mkdir(parents=True, exist_ok=True)
     case = benchmark.prepare(work, args)
     entrants = [e for e in benchmark.entrants if not args.only or e.name in args.only]
-    rounds = args.rounds or (1 if args.smoke else ROUNDS)
-    results, not_run = compare(entrants, case, rounds, args.smoke, peers_python, work)
+    rounds = args.rounds or (1 if args.smoke else benchmark.rounds)
+    results, not_run = compare(benchmark, entrants, case, rounds, args.smoke, peers_python, work)
     report = described(benchmark, case, results, not_run, rounds, args.smoke)
     folder = args.results or (work / "results" if args.smoke else RESULTS)
     write_atomically(folder / f"{benchmark.name}.json", (json.dumps(report, indent=1) + "\n").encode())
@@ -164,7 +168,13 @@ def main(benchmark: Benchmark) -> None:
 
 
 def compare(
-    entrants: Sequence[Entrant], case: Case, rounds: int, smoke: bool, peers_python: str, work: Path
+    benchmark: Benchmark,
+    entrants: Sequence[Entrant],
+    case: Case,
+    rounds: int,
+    smoke: bool,
+    peers_python: str,
+    work: Path,
 ) -> tuple[dict[str, Result], dict[str, str]]:
     """Tune, then measure in rounds, every second one backwards; and why some did not run."""
     results: dict[str, Result] = {}
@@ -184,7 +194,9 @@ def compare(
         if not like and len(settings) > 1:
             for candidate in settings:
                 try:
-                    fastest = min(measured(entrant, candidate, TUNING_REPEATS).seconds)  # noise only ever adds
+                    fastest = min(
+                        measured(entrant, candidate, benchmark.tuning_repeats).seconds
+                    )  # noise only ever adds
                     tried.append({"setting": candidate, "seconds": round(fastest, 4)})
                 except EntrantError as error:
                     print(error, flush=True)
@@ -201,7 +213,7 @@ def compare(
                 continue
             result = results[entrant.name]
             try:
-                result.samples.append(measured(entrant, result.setting, 1 if smoke else REPEATS))
+                result.samples.append(measured(entrant, result.setting, 1 if smoke else benchmark.repeats))
             except EntrantError as error:
                 print(error, flush=True)
                 not_run[entrant.name] = str(error)
@@ -333,7 +345,7 @@ def described(
         "rows": case["rows"],
         "facts": dict(case["facts"]),
         "rounds": rounds,
-        "runs_per_round": 1 if smoke else REPEATS,
+        "runs_per_round": 1 if smoke else benchmark.repeats,
         "environment": describe_environment(),
         "derived": {label: round(value, 4) for label, value in derived(benchmark, results, case).items()},
         "entrants": entrants,

@@ -25,10 +25,9 @@ from benchmarks.photos import (
     DECODERS,
     SIDE,
     engine_case,
-    first_tags,
-    landed,
+    first_values,
     our_decoder,
-    repeat_photos,
+    photo_files,
     write_tags,
 )
 from gpu_runtime.device.host import usable_cores
@@ -43,11 +42,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def prepare(work: Path, args: argparse.Namespace) -> Case:
     count, calibration = (24, 8) if args.smoke else (500, 100)
     engine, days = engine_case(work / "photos", calibration), work / "images"
-    originals = args.photos or work / "photos" / "landed"
-    if not args.photos:
-        landed(originals, min(count, 50))
-    repeat_photos(originals, days / DAY, count)
-    files = sorted(str(path) for path in (days / DAY).iterdir())
+    files = photo_files(work, args.photos, days / DAY, count)
     nbytes = sum(Path(file).stat().st_size for file in files)
     return {
         **engine,
@@ -63,7 +58,7 @@ def prepare(work: Path, args: argparse.Namespace) -> Case:
 
 
 def answers(out: Path, case: Case) -> list[float]:
-    return first_tags(out)
+    return first_values(out, "top_index")
 
 
 @contextmanager

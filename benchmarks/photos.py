@@ -5,10 +5,15 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+
+from benchmarks.builds import int8_case
+
+if TYPE_CHECKING:
+    from gpu_runtime.specs import ModelSpec
 
 DAY, SIDE, CROP = "2026-01-01", 224, 0.875
 BACKEND = "openvino"
@@ -16,44 +21,29 @@ MAX_BATCH = 32
 Pixels = npt.NDArray[np.uint8]  # [224, 224, 3], RGB
 
 
-def engine_case(work: Path, calibration_rows: int) -> dict[str, Any]:
-    """The engine as the `photo_tags` model of this project makes it: exported, calibrated, quantized, built."""
-    from gpu_runtime.artifacts import ArtifactStore
-    from gpu_runtime.backends.engine_set import build_engines
-    from gpu_runtime.datasets.image_folder import ImageFolderSource
-    from gpu_runtime.datasets.sample import sample_rows
-    from gpu_runtime.device.host import cpu_class
-    from gpu_runtime.export.onnx_export import export_model
-    from gpu_runtime.quantize.calibration import calibrate
-    from gpu_runtime.quantize.int8 import Int8Recipe, quantize
+def tags_spec() -> ModelSpec:
+    """That of the `photo_tags` model of this project."""
     from gpu_runtime.specs import ImageNormalization, ModelSpec, TensorSpec, TopK, TorchSource
 
-    inputs = (TensorSpec("image", "uint8", (SIDE, SIDE, 3)),)
-    spec = ModelSpec(
+    return ModelSpec(
         "photo_tags",
         "1",
         TorchSource("inference_dags.defs.photo_tags.model:build"),
-        inputs,
+        (TensorSpec("image", "uint8", (SIDE, SIDE, 3)),),
         ("logits",),
         {"image": ImageNormalization((127.0,) * 3, (128.0,) * 3)},
         TopK(5),
         MAX_BATCH,
     )
-    days = work / "calibration"
+
+
+def engine_case(work: Path, calibration_rows: int) -> dict[str, Any]:
+    """Its engine as this project makes it: exported, calibrated, quantized, built."""
+    from gpu_runtime.datasets.image_folder import ImageFolderSource
+
+    spec, days = tags_spec(), work / "calibration"
     landed(days / DAY, calibration_rows)
-    store = ArtifactStore(work / "store")
-    exported = export_model(spec, store)
-    sample = sample_rows(ImageFolderSource(str(days), inputs, CROP), [DAY], calibration_rows, 0)
-    ranges = calibrate(exported, sample.batches(16), sample.digest, store)
-    graphs = quantize(exported, ranges, (Int8Recipe("vnni"),), store).graphs()
-    engines = build_engines("photo_tags", graphs, [BACKEND], cpu_class(), store)
-    ((key, file),) = engines.engines.items()
-    return {
-        "store": str(store.root),
-        "engine_set": engines.digest,
-        "engine_keys": {BACKEND: key},
-        "engine": str(file.path),
-    }
+    return int8_case(spec, ImageFolderSource(str(days), spec.inputs, CROP), DAY, calibration_rows, work / "store")
 
 
 def landed(folder: Path, photos: int) -> None:
@@ -63,8 +53,12 @@ def landed(folder: Path, photos: int) -> None:
         land(DAY, folder, photos)
 
 
-def repeat_photos(photos: Path, folder: Path, count: int) -> None:
-    """`count` files with names of their own, copied in turn from the JPEGs in `photos`."""
+def photo_files(work: Path, photos: Path | None, folder: Path, count: int) -> list[str]:
+    """`count` files in `folder` with names of their own, copied in turn from the JPEGs in `photos`, else from those
+    that the `photo_tags` model lands for itself."""
+    if photos is None:
+        photos = work / "photos" / "landed"
+        landed(photos, min(count, 50))
     originals = sorted(path for path in photos.iterdir() if path.suffix.lower() in (".jpg", ".jpeg"))
     if not originals:
         raise FileNotFoundError("the folder given by --photos holds no JPEG")
@@ -72,6 +66,7 @@ def repeat_photos(photos: Path, folder: Path, count: int) -> None:
     folder.mkdir(parents=True)
     for number in range(count):
         shutil.copyfile(originals[number % len(originals)], folder / f"{number:05}.jpg")
+    return sorted(str(path) for path in folder.iterdir())
 
 
 def our_decoder(path: str) -> Pixels:
@@ -125,14 +120,14 @@ def write_tags(out: Path, keys: list[Any], top_index: npt.NDArray[Any], top_scor
     pq.write_table(table, out / "part-0.parquet")
 
 
-def first_tags(out: Path) -> list[float]:
-    """Each row's first tag, in the order of the keys, from whichever table lies there."""
+def first_values(out: Path, column: str) -> list[float]:
+    """The first value of each row's list in `column`, in the order of the keys, from whichever table lies there."""
     import pyarrow.parquet as pq
 
-    found: dict[str, int] = {}
+    found: dict[str, float] = {}
     for path in out.rglob("*.parquet"):
         columns = pq.ParquetFile(path).read()
-        if "top_index" in columns.column_names:
+        if column in columns.column_names:
             keys = [str(key).rpartition("/")[2] for key in columns.column("row_key").to_pylist()]
-            found |= {key: tags[0] for key, tags in zip(keys, columns.column("top_index").to_pylist(), strict=True)}
+            found |= {key: values[0] for key, values in zip(keys, columns.column(column).to_pylist(), strict=True)}
     return [found[key] for key in sorted(found)]
