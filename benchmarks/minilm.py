@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 LAYERS, HEADS, WIDTH = 6, 12, 384
+VOCABULARY = 30_522
 MAX_TOKENS = 256  # the model was trained on no longer ones; its table of positions has 512
 EPSILON = 1e-12
 _LINEAR = {  # this module's names → those of the file

@@ -1,6 +1,7 @@
 """Reviews and their sentences through MiniLM into a table of embeddings: `python benchmarks/text.py`.
 
-What counts is how little is padded: every peer pads a batch to its longest text, in input order or sorted by length.
+What counts is how little is padded: every peer pads a batch to its longest text, in input order or sorted by length;
+ours cuts batches by a budget of tokens, longest texts first, and pads them to a few lengths.
 Weights and texts are read from packages of the peers' environment, which has them; nothing of them is kept.
 """
 
@@ -23,8 +24,11 @@ import numpy.typing as npt
 
 from benchmarks import minilm
 from benchmarks.engines import Array, batches_of
-from benchmarks.harness import Benchmark, Case, Entrant, Result, Run, Setting, main
+from benchmarks.harness import OURS, Benchmark, Case, Entrant, Result, Run, Setting, main
+from gpu_runtime.datasets.batching import Batching, choose_lengths
+from gpu_runtime.datasets.parquet import ParquetSource
 from gpu_runtime.device.host import usable_cores
+from gpu_runtime.specs import TensorSpec
 
 DAY = "2026-01-01"
 CORES = usable_cores()
@@ -50,6 +54,7 @@ def prepare(work: Path, args: argparse.Namespace) -> Case:
     if not model.exists():
         minilm.export(weights, model)
     lengths = [len(ids) for ids in tokenized(tokenizer, texts)]
+    engines = _engines(folder, model, tokenizer)
     quarter = [int(np.percentile(lengths, share)) for share in (25, 50, 75, 95)]
     return {
         "rows": len(texts),
@@ -67,7 +72,74 @@ def prepare(work: Path, args: argparse.Namespace) -> Case:
         "tokenizer": str(tokenizer),
         "weights": str(weights),
         "lengths": lengths,
+        "padded_to": choose_lengths(np.asarray(lengths), minilm.MAX_TOKENS, LENGTHS),
+        **engines,
     }
+
+
+def source_of(days: Path, tokenizer: Path) -> ParquetSource:
+    ids = TensorSpec("input_ids", "int32", (-1,), minimum=0, maximum=minilm.VOCABULARY - 1)
+    return ParquetSource(
+        str(days),
+        (ids, TensorSpec("attention_mask", "int32", (-1,), mask=True)),
+        {"input_ids": ("text",)},
+        tokenizer=str(tokenizer),
+        max_length=minilm.MAX_TOKENS,
+        truncate=True,
+    )
+
+
+def _engines(folder: Path, model: Path, tokenizer: Path) -> dict[str, Any]:
+    """OpenVINO's FP32 engine, and the INT8 one with its cosine to FP32 on texts of which it was not calibrated."""
+    from gpu_runtime.artifacts import ArtifactStore
+    from gpu_runtime.backends.engine_set import build_engines
+    from gpu_runtime.backends.onnxruntime_backend import ReferenceSession
+    from gpu_runtime.benchmark.report import run_rows
+    from gpu_runtime.datasets.sample import sample_rows
+    from gpu_runtime.device.host import HostDevice, cpu_class
+    from gpu_runtime.export.onnx_export import export_model
+    from gpu_runtime.quality.metrics import cosine
+    from gpu_runtime.quantize.calibration import calibrate
+    from gpu_runtime.quantize.int8 import Int8Recipe, quantize
+    from gpu_runtime.specs import ModelSpec, OnnxSource
+
+    source, store = source_of(folder / "days", tokenizer), ArtifactStore(folder / "store")
+    spec = ModelSpec(
+        "minilm", "1", OnnxSource(str(model)), source.inputs, ("sentence",), max_batch=256, max_length=minilm.MAX_TOKENS
+    )
+    exported = export_model(spec, store)
+    sample = sample_rows(source, [DAY], 64, 0)
+    ranges = calibrate(exported, sample.batches(16), sample.digest, store)
+    int8 = quantize(exported, ranges, (Int8Recipe("tensorrt"),), store).graphs()
+    engines = build_engines("minilm", [exported.graph(), *int8], ["openvino"], cpu_class(), store)
+    held_out = sample_rows(source, [DAY], 64, 1)
+    with HostDevice() as device:
+        got = run_rows(engines.engines[f"openvino:{int8[0].variant}"], device, held_out, "sentence")
+    run = ReferenceSession(exported.graph().path)
+    expected = np.concatenate([run(rows)["sentence"] for rows in held_out.batches(16)])
+    return {
+        "store": str(store.root),
+        "engine_set": engines.digest,
+        "engine_keys": {"fp32": "openvino:fp32", "int8": f"openvino:{int8[0].variant}"},
+        "int8_cosine": cosine(expected, got),
+    }
+
+
+@contextmanager
+def ours(case: Case, setting: Setting, precision: str) -> Iterator[Run]:
+    from benchmarks.ours import scoring
+
+    settings = {"backend": precision, "lengths": case["padded_to"], **setting}
+    with scoring(case, settings, source_of(Path(case["days"]), Path(case["tokenizer"]))) as run:
+        yield run
+
+
+def budgeted(case: Case, budget: int) -> float:
+    """Tokens that ours computes ÷ tokens that there are."""
+    lengths = np.sort(np.asarray(case["lengths"]))[::-1]
+    batching = Batching(budget, 256, tuple(case["padded_to"]))
+    spent = sum(batching.shape(length).elements for _, _, length in batching.cut(len(lengths), lengths))
+    return float(spent / lengths.sum())
 
 
 def _package(python: str, name: str) -> Path:
@@ -229,13 +301,25 @@ def answers(out: Path, case: Case) -> list[float]:
 
 
 def derive(results: Mapping[str, Result], case: Case) -> Mapping[str, float]:
-    return {
+    found = {
         f"{name}: padded ÷ real tokens": padding(case["lengths"], results[name].setting["batch"], order)
         for name, order in PEER_ORDERS.items()
         if name in results
     }
+    for name in {OURS, OURS_INT8} & results.keys():
+        found[f"{name}: padded ÷ real tokens"] = budgeted(case, results[name].setting["batch"])
+        for peer_name in PEER_ORDERS.keys() & results.keys():
+            found[f"{name}: × the rate of {peer_name}"] = results[peer_name].seconds / results[name].seconds
+    if OURS_INT8 in results:
+        found[f"{OURS_INT8}: mean cosine to FP32"] = case["int8_cosine"]
+    return dict(sorted(found.items()))
 
 
+OURS_INT8, LENGTHS = "ours, INT8", 32
+BUDGETS = tuple(
+    {"batch": budget, "streams": streams, "threads": CORES // streams}
+    for budget, streams in ((1024, CORES), (512, CORES), (2048, CORES), (1024, 1), (2048, 1), (4096, 1))
+)
 SIZES = tuple({"batch": batch} for batch in (32, 16, 64, 8))
 STREAMED = tuple(
     {"batch": batch, "streams": streams}
@@ -257,15 +341,18 @@ BENCHMARK = Benchmark(
     name="text",
     title="Texts → MiniLM → table",
     prepare=prepare,
-    entrants=tuple(
-        Entrant(
-            name,
-            f"batches in {order}" if order == "input order" else "batches of texts sorted by length",
-            partial(peer, model=model, order=order),
-            "peer",
-            settings,
-        )
-        for name, model, order, settings in _PEERS
+    entrants=(
+        Entrant(OURS, "score_partition, OpenVINO FP32", partial(ours, precision="fp32"), "ours", BUDGETS),
+        Entrant(OURS_INT8, "the same, INT8", partial(ours, precision="int8"), "ours", BUDGETS),
+        *(
+            Entrant(
+                name,
+                f"batches in {order}" if order == "input order" else "batches of texts sorted by length",
+                partial(peer, model=model, order=order),
+                settings=settings,
+            )
+            for name, model, order, settings in _PEERS
+        ),
     ),
     answers=answers,
     derive=derive,
