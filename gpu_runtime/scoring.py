@@ -106,9 +106,27 @@ class Predictions:
 class _OpenShard:
     number: int
     task: ShardTask
-    reader: ShardReader
     writer: ShardWriter
+    read: int = 0
     quarantined: list[QuarantinedRow] = field(default_factory=list)
+
+    @property
+    def done(self) -> int:
+        """Rows."""
+        return self.writer.rows + len(self.quarantined)
+
+    def check_rows(self) -> None:
+        """Raises `DatasetError` unless its file is the one that was cut into shards, and every row of it was done."""
+        check_unchanged(self.task)
+        if not self.task.rows == self.read == self.done:
+            raise DatasetError(
+                "the shard does not have the rows that were counted when the day was cut",
+                stage="dataset",
+                item=f"{self.task.day}, shard {self.task.index}",
+                expected=f"{self.task.rows} rows",
+                got=f"{self.read} read, {self.writer.rows} scored, {len(self.quarantined)} quarantined",
+                next_step="run the day again once its files are complete",
+            )
 
 
 @dataclass(frozen=True)
@@ -232,22 +250,29 @@ class Scorer:
         """Score `tasks` and add each one's receipt to `receipts` as it is finished."""
         provenance = Provenance(self.plan.model_digest, self.plan.engine_digest, to.attempt.run_id)
         opened: deque[_OpenShard] = deque()
-        pool, opening = WorkerPool(1, "open"), list[Future[ShardReader]]()
+        pool, reading = WorkerPool(1, "open"), list[Future[tuple[int, ShardReader] | None]]()
+        parts = ((number, part) for number, task in enumerate(tasks) for part in source.parts(task))
 
-        def open_shard(task: ShardTask) -> ShardReader:
+        def read_part() -> tuple[int, ShardReader] | None:
             with around(self._faults, "read"):
-                return source.open(task)
+                return next(parts, None)
 
         def batches() -> Iterator[Batch]:
-            # The next shard is opened while this one is scored; one ahead bounds the memory.
-            opening.extend(pool.submit(partial(open_shard, task)) for task in tasks[:1])
-            for number, task in enumerate(tasks):
-                reader = opening[0].result()  # it stays there as long as it is waited for
-                opening.clear()
-                opening.extend(pool.submit(partial(open_shard, after)) for after in tasks[number + 1 : number + 2])
-                writer = to.table.shard_writer(to.schema, task.index, to.attempt, provenance)
-                opened.append(_OpenShard(number, task, reader, writer))
-                yield from executor.batches(number, reader)
+            # The next part is read while this one is scored; one ahead bounds the memory.
+            shard = None
+            reading.append(pool.submit(read_part))
+            while (found := reading[0].result()) is not None:  # it stays there as long as it is waited for
+                reading[:] = [pool.submit(read_part)]
+                number, part = found
+                if shard is None or shard.number != number:
+                    task = tasks[number]
+                    writer = to.table.shard_writer(to.schema, task.index, to.attempt, provenance)
+                    opened.append(shard := _OpenShard(number, task, writer))
+                shard.read += part.rows
+                if shard.read > shard.task.rows:  # it counts as complete with the last of those that it should have
+                    shard.check_rows()
+                yield from executor.batches(number, part)
+                del found, part  # nor does a shard's last part stay while the next is waited for
 
         def close_before(number: int) -> None:
             """Shards before `number` have got all their batches, those without a row included."""
@@ -260,7 +285,7 @@ class Scorer:
             close_before(batch.shard)
             with around(self._faults, "write"):
                 allowance.take(_write_rows(opened[0], scored))
-            if batch.stop == batch.reader.rows:
+            if opened[0].done == opened[0].task.rows:
                 close_before(batch.shard + 1)
 
         executor = watch("load", lambda: self.executor)
@@ -268,24 +293,15 @@ class Scorer:
             stats = executor.run(batches(), write, watch.item)
             watch("write", lambda: close_before(len(tasks)))
         finally:
+            pool.submit(parts.close)  # after what it is at, and there: a file's end may hang as its reading does
             pool.close(wait=False)
-            for shard in opening:
-                if not shard.cancel() and not shard.done():
-                    leave_behind(shard.done)
+            for part in reading:
+                if not part.cancel() and not part.done():
+                    leave_behind(part.done)
         return stats
 
     def _close_shard(self, shard: _OpenShard, to: Destination) -> Receipt:
-        check_unchanged(shard.task)
-        expected, got = shard.task.rows, shard.writer.rows + len(shard.quarantined)
-        if not expected == shard.reader.rows == got:
-            raise DatasetError(
-                "the shard does not have the rows that were counted when the day was cut",
-                stage="dataset",
-                item=f"{shard.task.day}, shard {shard.task.index}",
-                expected=f"{expected} rows",
-                got=f"{shard.reader.rows} read, {shard.writer.rows} scored, {len(shard.quarantined)} quarantined",
-                next_step="run the day again once its files are complete",
-            )
+        shard.check_rows()
         with around(self._faults, "data file"):
             nbytes, sha256 = shard.writer.finish()
         receipt = Receipt(
@@ -296,7 +312,7 @@ class Scorer:
             file=shard.writer.file,
             nbytes=nbytes,
             sha256=sha256,
-            rows_in=shard.reader.rows,
+            rows_in=shard.read,
             rows=shard.writer.rows,
             quarantined=tuple(shard.quarantined),
         )
@@ -344,8 +360,8 @@ def _write_rows(shard: _OpenShard, scored: ScoredBatch) -> list[QuarantinedRow]:
     """Add a batch's rows to its shard; returns those that go to quarantine instead."""
     failed = {failure.row for failure in scored.failures}
     start, stop = scored.batch.start, scored.batch.stop
-    origins, outputs, order = shard.reader.origins(start, stop), scored.outputs, shard.reader.order
-    places = None if order is None else order[start:stop]
+    reader, outputs = scored.batch.reader, scored.outputs
+    origins, places = reader.origins(start, stop), None if reader.order is None else reader.order[start:stop]
     quarantined = [
         QuarantinedRow(
             **origins.slice(one.row, 1).to_pylist()[0],

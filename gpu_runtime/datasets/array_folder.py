@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -95,6 +95,9 @@ class ArrayFolderSource:
 
         arrays = side_by_side(read, shard.files, "read")
         return ArrayReader(self.inputs[0], np.concatenate(arrays), Places(files, [len(array) for array in arrays]))
+
+    def parts(self, shard: ShardTask) -> Iterator[ArrayReader]:
+        yield self.open(shard)
 
     def _map(self, path: Path, item: str) -> np.memmap[Any, Any]:
         """The file's array, mapped. Raises `DatasetError` unless it is what was declared."""

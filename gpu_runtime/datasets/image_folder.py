@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,9 @@ class ImageFolderSource:
         warnings.filterwarnings("ignore", module=r"PIL\.")
         use_one_thread()  # as many pictures are decoded at once as there are workers
         return ImageReader(self, shard)
+
+    def parts(self, shard: ShardTask) -> Iterator[ImageReader]:
+        yield self.open(shard)
 
 
 class ImageReader:

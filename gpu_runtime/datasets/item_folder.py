@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,9 @@ class ItemFolderSource:
 
     def open(self, shard: ShardTask) -> ItemReader:
         return ItemReader(self, shard)
+
+    def parts(self, shard: ShardTask) -> Iterator[ItemReader]:
+        yield self.open(shard)
 
 
 class ItemReader:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -40,6 +41,9 @@ from gpu_runtime.specs import LENGTH, TensorSpec
 _NUMBER_NBYTES, _TEXT_NBYTES = 8, 32
 """What a cell may take in memory, the text of a category or a key as a rule."""
 
+_ROWS_AT_ONCE = 131_072
+"""Enough to decode quickly; a multiple of most batch sizes, so that hardly a batch has to be padded."""
+
 
 @dataclass(frozen=True)
 class ParquetSource:
@@ -53,9 +57,9 @@ class ParquetSource:
     A null, a value that is not finite, an unknown category and a value outside the input's declared range
     each quarantine their row.
 
-    A large file is cut between its row groups; small ones share a shard. A shard is read whole, and the next one while
-    it is scored: so it has `rows_per_shard` rows at most, fewer if its columns are so many that they could take more
-    than `nbytes_per_shard` in memory, and of small files `files_per_shard`. Only a single row group may hold more.
+    A large file is cut between its row groups into shards of `rows_per_shard` rows at most, and read in parts, one
+    ahead of what is scored. Small files share a shard of so many rows, fewer if its columns are so many that they
+    could take more than `nbytes_per_shard` in memory, and of `files_per_shard` files, which are read whole.
     """
 
     root: str
@@ -101,13 +105,13 @@ class ParquetSource:
         import pyarrow.fs as fs
 
         folder, reading = day_folder(Path(self.root), day), reading_of(self)
-        most_rows = max(1, min(self.rows_per_shard, self.nbytes_per_shard // self._row_nbytes))
         paths = day_files(folder, (".parquet",), hidden=(".", "_"))
         # Of all ways to a footer the one that costs least, and it leaves the interpreter's lock free meanwhile.
         fragment_of = partial(ds.ParquetFileFormat().make_fragment, filesystem=fs.LocalFileSystem())
-        files = side_by_side(partial(_counted, folder, most_rows, fragment_of), paths, "list")
+        files = side_by_side(partial(_counted, folder, self.rows_per_shard, fragment_of), paths, "list")
         # Rows are sorted by their length within a file: of several files, whose columns may be of unlike types, not.
-        return packed(day, folder, reading, files, most_rows, self.files_per_shard if self._lists is None else 1)
+        most_rows, most_files = max(1, self._rows_that_fit), self.files_per_shard if self._lists is None else 1
+        return packed(day, folder, reading, files, min(self.rows_per_shard, most_rows), most_files)
 
     @property
     def _needed(self) -> list[str]:
@@ -116,9 +120,11 @@ class ParquetSource:
         return list(dict.fromkeys([*columns, *([self.row_key] if self.row_key else [])]))
 
     @property
-    def _row_nbytes(self) -> int:
+    def _rows_that_fit(self) -> int:
+        """In `nbytes_per_shard`."""
         numbers = {c for columns in self.columns.values() for c in columns} - self.vocabularies.keys()
-        return sum(_NUMBER_NBYTES if column in numbers else _TEXT_NBYTES for column in self._needed)
+        row_nbytes = sum(_NUMBER_NBYTES if column in numbers else _TEXT_NBYTES for column in self._needed)
+        return self.nbytes_per_shard // max(1, row_nbytes)
 
     @property
     def _lists(self) -> TensorSpec | None:
@@ -137,7 +143,7 @@ class ParquetSource:
         return tokens_of(_values_of(column), tokenizer, self._lists, longest, name)
 
     def open(self, shard: ShardTask) -> ShardReader:
-        tables, offset = self._read(shard, self._needed, "land the file with its declared columns, or change `columns`")
+        tables, offset = self._read(shard, self._needed, _LAND_COLUMNS)
         readers, first = list[ParquetReader](), 0
         # Columns of unlike types are not joined: no value may depend on what another file holds.
         for _, alike in itertools.groupby(tables, key=lambda table: table.schema):
@@ -146,6 +152,29 @@ class ParquetSource:
             readers.append(ParquetReader(self, some, part, offset))
             first += len(some)
         return readers[0] if len(readers) == 1 else _Joined(readers)
+
+    def parts(self, shard: ShardTask) -> Iterator[ShardReader]:
+        import pyarrow as pa
+
+        if len(shard.files) > 1 or not shard.rows or self._lists is not None:
+            yield self.open(shard)
+            return
+        check = _Checked(partial(self._check_columns, columns=self._needed, next_step=_LAND_COLUMNS))
+        at_once = max(1, min(_ROWS_AT_ONCE, self._rows_that_fit))
+        with _opened(shard, shard.files[0], check) as (parquet, groups, offset):
+            batches = parquet.iter_batches(at_once, groups, self._needed)
+            stop, held, count = offset + _rows_in(parquet, groups), list[Any](), 0
+            for batch in batches:
+                held.append(_without_dictionaries(pa.Table.from_batches([batch])))
+                count += batch.num_rows
+                last = offset + count >= stop
+                if last and (offset + count > stop or next(batches, None) is not None):
+                    raise ValueError(_OTHER_ROWS)
+                if last or count >= at_once:  # a column of categories makes a batch end where its group does
+                    yield ParquetReader(self, [pa.concat_tables(held)], shard, offset)
+                    offset, held, count = offset + count, [], 0
+            if offset != stop:
+                raise ValueError(_OTHER_ROWS)
 
     def read_labels(self, shard: ShardTask, label: str) -> npt.NDArray[Any]:
         import pyarrow as pa
@@ -158,40 +187,19 @@ class ParquetSource:
     def _read(self, shard: ShardTask, columns: list[str], next_step: str) -> tuple[list[Any], int]:
         """The shard's rows of `columns`, a table for each file, and the position in its file of the first. No
         dictionary is left."""
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        known: list[Any] = [None]  # the last good schema: as a rule all files have the same
+        check = _Checked(partial(self._check_columns, columns=columns, next_step=next_step))
 
         def read(file: FileFingerprint) -> tuple[Any, int]:
-            item = f"{shard.day}/{file.path}"
-            try:
-                # Checksums are verified where the writer left some; without, flipped bytes are other numbers.
-                with (
-                    pa.OSFile(f"{shard.folder}/{file.path}") as opened,
-                    pq.ParquetFile(opened, page_checksum_verification=True) as parquet,
-                ):
-                    schema = parquet.schema_arrow
-                    if schema != known[0]:
-                        self._check_columns(schema, columns, item, next_step)
-                        known[0] = schema
-                    first, last = shard.span or (0, parquet.num_row_groups)
-                    rows = [parquet.metadata.row_group(group).num_rows for group in range(last)]
-                    table = parquet.read_row_groups(
-                        list(range(first, last)), columns=columns, use_threads=len(shard.files) == 1
-                    )
-                if table.num_rows != sum(rows[first:]):
-                    raise ValueError("the pages do not hold the rows that the footer promises")
-                return _without_dictionaries(table), sum(rows[:first])
-            except DatasetError:
-                raise
-            except Exception as error:  # OSError and ArrowInvalid, but a damaged footer raises what it likes
-                raise _unreadable("the file's columns cannot be read", item, error) from error
+            with _opened(shard, file, check) as (parquet, groups, offset):
+                table = parquet.read_row_groups(groups, columns=columns, use_threads=len(shard.files) == 1)
+                if table.num_rows != _rows_in(parquet, groups):
+                    raise ValueError(_OTHER_ROWS)
+                return _without_dictionaries(table), offset
 
         found = side_by_side(read, shard.files, "read")
         return [table for table, _ in found], found[0][1]
 
-    def _check_columns(self, schema: Any, columns: list[str], item: str, next_step: str) -> None:
+    def _check_columns(self, schema: Any, item: str, *, columns: list[str], next_step: str) -> None:
         for column in columns:
             name = f"label column {column!r}" if columns == [self.label] else f"column {column!r}"
             if schema.names.count(column) != 1:
@@ -237,6 +245,50 @@ def _is_number(kind: Any) -> bool:
     import pyarrow.types as types
 
     return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind))
+
+
+_OTHER_ROWS = "the pages do not hold the rows that the footer promises"
+_LAND_COLUMNS = "land the file with its declared columns, or change `columns`"
+
+
+class _Checked:
+    """A check of a file's schema, which is not done again for the same one: as a rule all files have the same."""
+
+    def __init__(self, check: Callable[[Any, str], None]) -> None:
+        self._check, self._good = check, None
+
+    def __call__(self, schema: Any, item: str) -> None:
+        if schema != self._good:
+            self._check(schema, item)
+            self._good = schema
+
+
+@contextmanager
+def _opened(shard: ShardTask, file: FileFingerprint, check: _Checked) -> Iterator[tuple[Any, range, int]]:
+    """One of the shard's files, its row groups, and the position in the file of its first row. Whatever the file makes
+    the block raise is raised as `DatasetError`."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    item = f"{shard.day}/{file.path}"
+    try:
+        # Checksums are verified where the writer left some; without, flipped bytes are other numbers.
+        with (
+            pa.OSFile(f"{shard.folder}/{file.path}") as opened,
+            pq.ParquetFile(opened, page_checksum_verification=True) as parquet,
+        ):
+            check(parquet.schema_arrow, item)
+            first, last = shard.span or (0, parquet.num_row_groups)
+            yield parquet, range(first, last), _rows_in(parquet, range(first))
+    except DatasetError:
+        raise
+    except Exception as error:  # OSError and ArrowInvalid, but a damaged footer raises what it likes
+        raise _unreadable("the file's columns cannot be read", item, error) from error
+
+
+def _rows_in(parquet: Any, groups: range) -> int:
+    """As the footer says."""
+    return sum(parquet.metadata.row_group(group).num_rows for group in groups)
 
 
 def _unreadable(what: str, item: str, error: Exception | None) -> DatasetError:
@@ -288,7 +340,7 @@ def _without_dictionaries(table: Any) -> Any:
 
 
 class ParquetReader:
-    """A shard's columns, whole and of the declared kinds; their values are checked batch by batch.
+    """The columns of a shard or of a part of it, of the declared kinds; their values are checked batch by batch.
 
     `tables` hold a file each, with columns of the same types.
     """
@@ -312,6 +364,7 @@ class ParquetReader:
         self._table = table
         self._columns = {c: table.column(c) for columns in source.columns.values() for c in columns}
         self._arrays = {c: _as_array(column) for c, column in self._columns.items() if c not in source.vocabularies}
+        self._alike = {spec.name: self._all_of(spec) for spec in source.inputs}
 
     @property
     def rows(self) -> int:
@@ -319,27 +372,31 @@ class ParquetReader:
 
     def origins(self, start: int, stop: int) -> Any:
         files, positions = self._places.of(start, stop)
-        return origins_of(self._keys_of(start, stop, keys_of(files, positions)), files, positions)
+        return origins_of(self._keys_of(start, stop, files, positions), files, positions)
 
-    def _keys_of(self, start: int, stop: int, places: Any) -> Any:
+    def _keys_of(self, start: int, stop: int, files: Any, positions: npt.NDArray[np.int64]) -> Any:
         import pyarrow as pa
         import pyarrow.compute as pc
 
         if self._keys is None:
-            return places
+            return keys_of(files, positions)
         keys = self._keys.slice(start, stop - start)
         if not self._plain_keys:
             found = _values_of(keys)
             keys = pa.array([None if key is None else str(key) for key in found], pa.string())
-        return pc.coalesce(pa.chunked_array([keys.cast(pa.string())]).combine_chunks(), places)
+        keys = pa.chunked_array([keys.cast(pa.string())]).combine_chunks()
+        return pc.coalesce(keys, keys_of(files, positions)) if keys.null_count else keys
 
     def view(self, start: int, stop: int) -> Mapping[str, npt.NDArray[Any]] | None:
         found = {}
         for spec in self._source.inputs:
-            column = self._arrays.get(self._source.columns[spec.name][0])
-            if spec.shape not in ((), (1,)) or column is None or column.dtype != spec.numpy_dtype:
+            columns = self._alike[spec.name]
+            if columns is None:
                 return None
-            values = column[start:stop].reshape(spec.batch_shape(stop - start))
+            part = columns.slice(start, stop - start)
+            # In one call: column by column would let go of the interpreter, and wait for it, once for each.
+            values = part.column(0) if part.num_columns == 1 else part.to_tensor(row_major=True)
+            values = values.to_numpy().reshape(spec.batch_shape(stop - start))
             if not spec.holds(values):  # `pieces` says of each row which column is to blame
                 return None
             found[spec.name] = values
@@ -353,6 +410,16 @@ class ParquetReader:
 
     def pieces(self, start: int, stop: int, staging: Mapping[str, npt.NDArray[Any]]) -> list[Piece]:
         return [lambda: self._fill(start, stop, staging)] if stop > start else []
+
+    def _all_of(self, spec: TensorSpec) -> Any:
+        """The input's columns as a record batch, if they hold nothing but numbers of its own type."""
+        import pyarrow as pa
+
+        names = () if spec.has_length else self._source.columns[spec.name]
+        arrays = [self._arrays.get(name) for name in names]
+        if not names or any(array is None or array.dtype != spec.numpy_dtype for array in arrays):
+            return None
+        return pa.record_batch([self._columns[name].chunk(0) for name in names], [str(i) for i in range(len(names))])
 
     def _fill(self, start: int, stop: int, staging: Mapping[str, npt.NDArray[Any]]) -> list[RowFailure]:
         reasons: dict[int, str] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import errno
+import functools
 import os
 import stat
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -175,6 +176,12 @@ class Source(Protocol):
     def open(self, shard: ShardTask) -> ShardReader:
         """Raises `DatasetError` when a file as a whole is not what was declared."""
 
+    def parts(self, shard: ShardTask) -> Iterator[ShardReader]:
+        """The shard's rows in order, in as many readers as it takes to hold few of them at once, but at least one.
+
+        Each is opened when it is asked for, and raises what `open` raises.
+        """
+
 
 def origins_of(keys: Any, files: Any, positions: Any) -> Any:
     """An Arrow record batch: the rows' keys, their files relative to the day's folder (one name for all, or one each,
@@ -221,8 +228,42 @@ def keys_of(files: Any, positions: npt.NDArray[np.int64]) -> Any:
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    name = files.dictionary[0] if len(files.dictionary) == 1 else files.dictionary_decode()
+    if len(files.dictionary) != 1:
+        return pc.binary_join_element_wise(files.dictionary_decode(), pa.array(positions).cast(pa.string()), "#")
+    name = files.dictionary[0]
+    if len(positions) and (np.diff(positions) == 1).all():
+        return place_keys(name.as_py(), int(positions[0]), int(positions[-1]) + 1)
     return pc.binary_join_element_wise(name, pa.array(positions).cast(pa.string()), "#")
+
+
+def place_keys(file: str, start: int, stop: int) -> Any:
+    """The keys of rows that have none of their own, `<file>#<position>` for positions `start … stop`, as an Arrow
+    array."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    runs = [pa.array([], pa.string())]
+    while start < stop:
+        head, first = divmod(start, 10_000)
+        count = min(stop, (head + 1) * 10_000) - start
+        if head:  # all keys of the run are equally long and differ in the last digits alone: joining texts is slow
+            text = f"{file}#{head}".encode()
+            width = len(text) + 4
+            data = bytearray((text + bytes(4)) * count)
+            np.ndarray(count, "V4", data, len(text), width)[:] = _four_digits()[first : first + count]
+            ends = np.arange(count + 1, dtype=np.int32) * width
+            runs.append(pa.StringArray.from_buffers(count, pa.py_buffer(ends), pa.py_buffer(data)))
+        else:
+            positions = pa.array(np.arange(start, start + count)).cast(pa.string())
+            runs.append(pc.binary_join_element_wise(file, positions, "#"))
+        start += count
+    return pa.concat_arrays(runs)
+
+
+@functools.cache
+def _four_digits() -> npt.NDArray[Any]:
+    """`0000` … `9999`."""
+    return np.array([b"%04d" % number for number in range(10_000)]).view("V4")
 
 
 def as_text(path: str) -> str:

@@ -15,6 +15,7 @@ from gpu_runtime.predictions.storage import FileWriter, Folder
 from gpu_runtime.specs import TensorSpec, digest_of
 
 _ROWS_PER_GROUP = 65_536
+_BUFFER_NBYTES = 1 << 20
 _PROVENANCE = ("model_digest", "engine_digest", "run_id")
 _REPEATED = ("source_file", *_PROVENANCE)
 
@@ -118,28 +119,21 @@ class ShardWriter:
         self.rows = 0
         self._arrow = _in_memory(schema)
         self._file: FileWriter | None = None
+        self._buffer: Any = None
         self._writer: Any = None
-        self._pending: list[Any] = []
+        self._origins: list[Any] = []
+        self._outputs: dict[str, list[Any]] = {spec.name: [] for spec in schema.outputs}
         self._pending_rows = 0
         self._places: list[Any] = []
 
     def append(self, origins: Any, outputs: Mapping[str, Any], places: Any = None) -> None:
         """Add rows: where they came from (`origins_of`), and `outputs` (`[n, *shape]`), which are copied. `places`
         (`[n]`) says which row of the file each is to be, where they come in another order; all are held until then."""
-        import pyarrow as pa
-
-        count = origins.num_rows
-        arrays: list[Any] = list(origins.columns)
+        self._origins.append(origins)
         for spec in self._schema.outputs:
-            values = np.array(outputs[spec.name], _stored(spec), copy=True)
-            arrays.append(_column(values, pa.array(values.ravel())))
-            names = self._schema.class_names.get(spec.name)
-            if names is not None:
-                arrays.append(_column(values, pa.array(names, pa.string()).take(pa.array(values.ravel()))))
-        arrays += [repeated(getattr(self._provenance, name), count) for name in _PROVENANCE]
-        self._pending.append(pa.RecordBatch.from_arrays(arrays, schema=self._arrow))
-        self._pending_rows += count
-        self.rows += count
+            self._outputs[spec.name].append(np.array(outputs[spec.name], _stored(spec), copy=True))
+        self._pending_rows += origins.num_rows
+        self.rows += origins.num_rows
         if places is not None:
             self._places.append(places)
         elif self._pending_rows >= _ROWS_PER_GROUP:
@@ -150,6 +144,7 @@ class ShardWriter:
         self._flush()
         assert self._file is not None
         self._writer.close()
+        self._buffer.close()
         return self._file.commit()
 
     def _flush(self) -> None:
@@ -158,14 +153,36 @@ class ShardWriter:
 
         if self._writer is None:
             self._file = self._table.writer(self.file)
-            # Scores hardly ever repeat: a dictionary would only cost time. Whoever reads the file sees plain text.
-            self._writer = pq.ParquetWriter(self._file, self._arrow, use_dictionary=list(_REPEATED), store_schema=False)
-        if self._pending:
-            table = pa.Table.from_batches(self._pending, self._arrow)
-            if self._places:
-                table = table.take(np.argsort(np.concatenate(self._places)))
-            self._writer.write_table(table, _ROWS_PER_GROUP)
-        self._pending, self._pending_rows = [], 0
+            # Pages are small: handed on one by one, each would wait for the interpreter.
+            self._buffer = pa.output_stream(self._file, buffer_size=_BUFFER_NBYTES)
+            self._writer = pq.ParquetWriter(
+                self._buffer,
+                self._arrow,
+                store_schema=False,  # whoever reads the file sees plain text
+                # Scores hardly ever repeat: a dictionary would only cost time.
+                use_dictionary=list(_REPEATED),
+                column_encoding={"source_position": "DELTA_BINARY_PACKED"},  # each is one more than the last
+                # Nobody looks for rows by columns that hold one value throughout.
+                write_statistics=[name for name in self._arrow.names if name not in _PROVENANCE],
+                write_batch_size=_ROWS_PER_GROUP,
+            )
+        if not self._pending_rows:
+            return
+        columns: list[Any] = list(pa.Table.from_batches(self._origins).columns)
+        for spec in self._schema.outputs:
+            values = np.concatenate(self._outputs[spec.name])
+            columns.append(_column(values, pa.array(values.ravel())))
+            names = self._schema.class_names.get(spec.name)
+            if names is not None:
+                columns.append(_column(values, pa.array(names, pa.string()).take(pa.array(values.ravel()))))
+            self._outputs[spec.name].clear()
+        columns += [repeated(getattr(self._provenance, name), self._pending_rows) for name in _PROVENANCE]
+        table = pa.Table.from_arrays(columns, schema=self._arrow)
+        if self._places:
+            table = table.take(np.argsort(np.concatenate(self._places)))
+        self._writer.write_table(table, _ROWS_PER_GROUP)
+        self._origins.clear()
+        self._pending_rows = 0
 
 
 def _stored(spec: TensorSpec) -> np.dtype[Any]:
@@ -175,11 +192,14 @@ def _stored(spec: TensorSpec) -> np.dtype[Any]:
 
 
 def _in_memory(schema: PredictionSchema) -> Any:
-    """The file's columns as they are collected: those that repeat themselves as dictionaries."""
+    """The file's columns as they are collected: those that repeat themselves as dictionaries, and none with nulls,
+    whose absence would be written down for each row."""
     import pyarrow as pa
 
     repeats = pa.dictionary(pa.int32(), pa.string())
-    return pa.schema([pa.field(f.name, repeats if f.name in _REPEATED else f.type) for f in schema.fields()])
+    return pa.schema(
+        [pa.field(f.name, repeats if f.name in _REPEATED else f.type, nullable=False) for f in schema.fields()]
+    )
 
 
 def _column(values: Any, flat: Any) -> Any:

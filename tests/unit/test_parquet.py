@@ -16,8 +16,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from gpu_runtime.datasets import parquet
 from gpu_runtime.datasets.parquet import ParquetReader, ParquetSource
-from gpu_runtime.datasets.partition import RowFailure, check_unchanged, numpy_rows
+from gpu_runtime.datasets.partition import RowFailure, check_unchanged, numpy_rows, place_keys
 from gpu_runtime.errors import DatasetError, SpecError
 from gpu_runtime.specs import TensorSpec
 
@@ -106,6 +107,70 @@ def test_the_origins_of_a_batch_are_those_of_its_rows(flights: Any, tmp_path: Pa
     places = range(13, 18)
     expected = [f"part-0.parquet#{i}" if i == 14 or row_key is None else f"flight-{i}" for i in places]
     assert list(reader.origins(3, 8).to_pydict().values()) == [expected, ["part-0.parquet"] * 5, list(places)]
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 0), (0, 3), (9_998, 10_002), (19_999, 30_001), (10**9 - 2, 10**9 + 2)])
+def test_a_row_without_a_key_is_known_by_its_place(start: int, stop: int) -> None:
+    keys = place_keys("é/part 0.parquet", start, stop)
+    keys.validate(full=True)
+    assert keys.to_pylist() == [f"é/part 0.parquet#{position}" for position in range(start, stop)]
+
+
+@pytest.mark.parametrize("group", [1, 3, 4, 7, 23])
+def test_a_shard_is_read_in_parts_of_whole_size_whatever_its_row_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: int
+) -> None:
+    monkeypatch.setattr(parquet, "_ROWS_AT_ONCE", 4)
+    carriers = pa.array([["x", "y"][i % 2] for i in range(23)]).dictionary_encode()
+    path = day_of(tmp_path, {})
+    pq.write_table(pa.table({"v": np.arange(23), "c": carriers}), path, row_group_size=group)
+    columns = {"v": ("v",), "w": ("c",)}
+    inputs = (INT, TensorSpec("w", "int64"))
+    source = ParquetSource(str(tmp_path), inputs, columns, vocabularies={"c": ("x", "y")}, rows_per_shard=10)
+    for shard in source.partition(DAY).shards:
+        whole, _, of_all = numpy_rows(source, shard)
+        parts = list(source.parts(shard))
+        assert [part.rows for part in parts[:-1]] == [4] * (len(parts) - 1) and 1 <= parts[-1].rows <= 4
+        origins = [origin for part in parts for origin in part.origins(0, part.rows).to_pylist()]
+        assert origins == of_all.origins(0, shard.rows).to_pylist()
+        start = 0
+        for part in parts:
+            staging = {spec.name: np.zeros(part.rows, np.int64) for spec in inputs}
+            assert [piece() for piece in part.pieces(0, part.rows, staging)] == [[]]
+            for name, rows in staging.items():
+                np.testing.assert_array_equal(rows, whole[name][start : start + part.rows])
+            start += part.rows
+
+
+def test_a_part_is_read_when_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parquet, "_ROWS_AT_ONCE", 1_000)
+    path = day_of(tmp_path, {})
+    pq.write_table(pa.table({"v": np.arange(2_000)}), path, row_group_size=1_000, compression="none")
+    chunk = pq.read_metadata(path).row_group(1).column(0)
+    with path.open("r+b") as file:  # the second group's first page
+        file.seek(chunk.dictionary_page_offset)
+        file.write(bytes(8))
+    source = ParquetSource(str(tmp_path), (INT,), {"v": ("v",)})
+    parts = source.parts(source.partition(DAY).shards[0])
+    assert next(parts).rows == 1_000
+    with pytest.raises(DatasetError, match="columns cannot be read"):
+        next(parts)
+
+
+@pytest.mark.parametrize("promised", [3, 4, 6, 9])
+def test_pages_of_other_rows_than_promised_are_an_error_before_the_last_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, promised: int
+) -> None:
+    monkeypatch.setattr(parquet, "_ROWS_AT_ONCE", 4)
+    day_of(tmp_path, {"v": np.arange(7)})
+    source = ParquetSource(str(tmp_path), (INT,), {"v": ("v",)})
+    (shard,) = source.partition(DAY).shards
+    monkeypatch.setattr(parquet, "_rows_in", lambda _, groups: promised if groups else 0)
+    seen = 0
+    with pytest.raises(DatasetError, match="columns cannot be read"):
+        for part in source.parts(shard):
+            seen += part.rows
+    assert seen < promised
 
 
 def test_small_row_groups_share_a_shard(flights: Any, tmp_path: Path) -> None:
@@ -430,7 +495,18 @@ def test_a_batch_that_breaks_its_range_is_filled_in_so_that_its_column_is_named(
     assert view_of(tmp_path, TensorSpec("v", "int32", (), 0, 9), ids, 1, 3) is None
 
 
-def test_ids_of_a_vocabulary_and_several_columns_are_filled_in(flights: Any, tmp_path: Path) -> None:
+def test_columns_of_one_type_are_handed_on_side_by_side(tmp_path: Path) -> None:
+    columns = {name: np.arange(6, dtype=np.float32) + 10 * place for place, name in enumerate("abc")}
+    day_of(tmp_path, columns)
+    source = ParquetSource(str(tmp_path), (TensorSpec("v", "float32", (3,), 0, 24),), {"v": ("c", "a", "b")})
+    reader = source.open(source.partition(DAY).shards[0])
+    seen = reader.view(2, 5)
+    assert seen is not None and seen["v"].flags.c_contiguous
+    np.testing.assert_array_equal(seen["v"], np.stack([columns[name][2:5] for name in "cab"], axis=1))
+    assert reader.view(2, 6) is None, "its last row breaks the range, and has to be told from the others"
+
+
+def test_ids_of_a_vocabulary_and_columns_of_several_types_are_filled_in(flights: Any, tmp_path: Path) -> None:
     assert view_of(tmp_path, INT, ["x", "y"], 0, 2, vocabularies={"v": ("x", "y")}) is None
     flights.write_day(tmp_path, "2026-03-02", 3)
     source = flights.source(tmp_path)

@@ -25,6 +25,7 @@ from onnx import helper
 
 from gpu_runtime import scoring
 from gpu_runtime.backends.registry import get_backend
+from gpu_runtime.datasets import parquet
 from gpu_runtime.datasets.image_folder import ImageFolderSource
 from gpu_runtime.datasets.partition import DatasetPartition, ShardReader, ShardTask, Source, origins_of
 from gpu_runtime.device.host import HostDevice
@@ -79,6 +80,11 @@ class CountingSource:
         self._before(shard)
         self.opened.append(shard.index)
         return self._source.open(shard)
+
+    def parts(self, shard: ShardTask) -> Iterator[ShardReader]:
+        self._before(shard)
+        self.opened.append(shard.index)
+        yield from self._source.parts(shard)
 
 
 @dataclass
@@ -1075,17 +1081,40 @@ def test_every_row_that_is_not_finite_is_counted_and_none_is_compared(
     assert review_outputs(table, NARROW, LATER) == OutputReview({"p": 10})
 
 
+@pytest.mark.parametrize(("counted", "scored"), [(11, 10), (9, 0)])
 def test_a_shard_that_reads_other_rows_than_were_counted_is_no_day(
-    flights: Any, root: Path, table: PredictionTable, score: Any
+    flights: Any, root: Path, table: PredictionTable, score: Any, counted: int, scored: int
 ) -> None:
-    class Fewer(CountingSource):
+    class Miscounted(CountingSource):
         def partition(self, day: str) -> Any:
             cut = super().partition(day)
-            return replace(cut, shards=tuple(replace(shard, rows=shard.rows + 1) for shard in cut.shards))
+            return replace(cut, shards=tuple(replace(shard, rows=counted) for shard in cut.shards))
 
-    with pytest.raises(DatasetError, match=r"Expected 11 rows\. Got 10 read, 10 scored, 0 quarantined"):
-        score(Fewer(flights.source(root, rows_per_shard=10)))
-    assert table.current_publication(DAY) is None
+    message = rf"Expected {counted} rows\. Got 10 read, {scored} scored, 0 quarantined"
+    with pytest.raises(DatasetError, match=message):
+        score(Miscounted(flights.source(root, rows_per_shard=10)))
+    assert table.current_publication(DAY) is None and not receipt_of(table, 0).exists()
+
+
+def test_a_shard_that_is_read_in_parts_is_one_file_with_every_row(
+    served: SimpleNamespace,
+    flights: Any,
+    root: Path,
+    table: PredictionTable,
+    score: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(parquet, "_ROWS_AT_ONCE", 7)
+    flights.write_day(root, DAY, 50, group=10, a=nulls_at(6, 7, 49))
+    made = score(flights.source(root))
+    assert (made.shards, made.rows_in, made.scored, made.quarantined, made.accounted) == (1, 50, 47, 3, True)
+    frame = table.read_day(DAY).sort_values("source_position")
+    kept = [row for row in range(50) if row not in (6, 7, 49)]
+    assert frame["source_position"].tolist() == kept and len(files_of(table, 0)) == 1
+    rows = flights.rows(50)
+    rows["numbers"][:, 0] = 0.5
+    np.testing.assert_allclose(frame["probability"], served.run(rows)["probability"][kept], atol=1e-5)
+    assert table.read_quarantine(DAY)["source_position"].tolist() == [6, 7, 49]
 
 
 def test_a_table_whose_runs_are_of_an_older_kind_is_scored_again_and_goes_on(
