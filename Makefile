@@ -35,6 +35,7 @@ fuzz: .venv/installed
 bench: .venv/installed .venv-bench/installed
 	.venv-bench/bin/python benchmarks/schedule.py
 	$(BIN)/python benchmarks/credit.py $(BENCH)
+	$(BIN)/python benchmarks/credit.py $(BENCH) --fp32
 	$(BIN)/python benchmarks/tensors.py $(BENCH)
 	$(BIN)/python benchmarks/scale.py $(BENCH)
 	$(BIN)/python benchmarks/images.py $(BENCH) $(if $(PHOTOS),--photos $(PHOTOS))

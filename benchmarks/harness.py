@@ -39,7 +39,8 @@ MAX_SETTINGS, TUNING_REPEATS, ROUNDS, REPEATS, LIMIT_S, SMOKE_LIMIT_S = 6, 2, 5,
 OURS = "ours"
 
 Case = Mapping[str, Any]
-"""What all entrants of a benchmark share, as JSON. `rows`, and `facts` for the report; the rest is theirs."""
+"""What all entrants of a benchmark share, as JSON. `rows`, and `facts` for the report, which may have a `name` of its
+own; the rest is theirs."""
 
 Setting = Mapping[str, Any]
 Run = Callable[[Path], object]
@@ -159,10 +160,10 @@ def main(benchmark: Benchmark) -> None:
     results, not_run = compare(benchmark, entrants, case, rounds, args.smoke, peers_python, work)
     report = described(benchmark, case, results, not_run, rounds, args.smoke)
     folder = args.results or (work / "results" if args.smoke else RESULTS)
-    write_atomically(folder / f"{benchmark.name}.json", (json.dumps(report, indent=1) + "\n").encode())
-    write_atomically(folder / f"{benchmark.name}.md", markdown(report).encode())
+    write_atomically(folder / f"{report['name']}.json", (json.dumps(report, indent=1) + "\n").encode())
+    write_atomically(folder / f"{report['name']}.md", markdown(report).encode())
     if results:  # in the peers' environment: matplotlib comes with the same extra
-        files = [str((folder / f"{benchmark.name}.{end}").absolute()) for end in ("json", "png")]
+        files = [str((folder / f"{report['name']}.{end}").absolute()) for end in ("json", "png")]
         _script(peers_python, ["--draw", *files], subprocess.DEVNULL, ROOT).wait()
     print(markdown(report))
 
@@ -339,7 +340,7 @@ def described(
             }
         )
     return {
-        "name": benchmark.name,
+        "name": case.get("name", benchmark.name),
         "title": benchmark.title,
         "smoke": smoke,
         "rows": case["rows"],

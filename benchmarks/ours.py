@@ -22,7 +22,8 @@ DAY = "2026-01-01"
 
 @contextmanager
 def scoring(case: Case, setting: Setting, source: Source) -> Iterator[Run]:
-    """`setting`: backend, batch, streams, threads (for each stream), and lengths, where rows differ in one."""
+    """`setting`: backend, batch, streams, threads (for each stream), perhaps slots; and lengths, where rows differ in
+    one."""
     store = ArtifactStore(case["store"])
     engines = EngineSet(store.get(KIND, case["engine_set"]))
     file = engines.engines[case["engine_keys"][setting["backend"]]]
@@ -46,6 +47,7 @@ def scoring(case: Case, setting: Setting, source: Source) -> Iterator[Run]:
         value=1.0,
         reference=1.0,
         lengths=tuple(setting.get("lengths", ())),
+        slots=setting.get("slots"),
     )
     outputs = tuple(dataclasses.replace(spec, minimum=None, maximum=None) for spec in file.outputs)
     with HostDevice() as device, Scorer(plan, store, device, ScoringPolicy()) as scorer:

@@ -215,6 +215,9 @@ class Places:
         """Of rows `start … stop`: the names as a dictionary array, and the positions."""
         import pyarrow as pa
 
+        if self._order is None and len(self._names) == 1:
+            one = pa.DictionaryArray.from_arrays(np.zeros(stop - start, np.int32), self._names)
+            return one, np.arange(self._offset + start, self._offset + stop)
         rows = np.arange(start, stop) if self._order is None else self._order[start:stop]
         file = np.searchsorted(self._starts, rows, side="right") - 1
         first, last = (int(file.min()), int(file.max())) if len(file) else (0, 0)
