@@ -50,6 +50,9 @@ BENCHMARK = Benchmark(
     ),
     answers=answers,
     derive=derive,
+    rounds=3,
+    repeats=2,
+    tuning_repeats=1,
 )
 
 if __name__ == "__main__":

@@ -318,12 +318,12 @@ def derive(results: Mapping[str, Result], case: Case) -> Mapping[str, float]:
 OURS_INT8, LENGTHS = "ours, INT8", 32
 BUDGETS = tuple(
     {"batch": budget, "streams": streams, "threads": CORES // streams}
-    for budget, streams in ((1024, CORES), (512, CORES), (2048, CORES), (1024, 1), (2048, 1), (4096, 1))
+    for budget, streams in ((1024, CORES), (2048, CORES), (1024, 1), (2048, 1))
 )
 SIZES = tuple({"batch": batch} for batch in (32, 16, 64, 8))
 STREAMED = tuple(
     {"batch": batch, "streams": streams}
-    for batch, streams in ((32, CORES), (16, CORES), (8, CORES), (64, CORES), (32, 1), (16, 1))
+    for batch, streams in ((32, CORES), (16, CORES), (32, 1), (16, 1))
 )
 
 _PEERS: tuple[tuple[str, type[Torch] | type[OnnxRuntime] | type[OpenVino], Order, tuple[Setting, ...]], ...] = (

@@ -398,17 +398,25 @@ def check_unchanged(shard: ShardTask) -> None:
             )
 
 
-def numpy_rows(
-    source: Source, shard: ShardTask, apply: Callable[..., Iterable[list[RowFailure]]] = map
-) -> tuple[dict[str, npt.NDArray[Any]], list[RowFailure], ShardReader]:
-    """A whole shard in memory, for calibration and gates: inputs `[rows, *shape]`, failures, the reader. Rows that
-    differ in length come longest first, padded to that length.
+def read_rows(
+    inputs: Sequence[TensorSpec],
+    reader: ShardReader,
+    start: int,
+    stop: int,
+    apply: Callable[..., Iterable[list[RowFailure]]] = map,
+) -> tuple[dict[str, npt.NDArray[Any]], list[RowFailure]]:
+    """Rows `start … stop` in memory, for calibration and gates: inputs `[rows, *shape]`, and failures, which count from
+    `start`. Rows that differ in length are padded to the longest of them.
 
     `apply` is `map`, or a pool's, to fill pieces in parallel.
     """
+    length = None if reader.lengths is None else int(reader.lengths[start:stop].max(initial=1))
+    rows = {spec.name: np.zeros(spec.batch_shape(stop - start, length), spec.numpy_dtype) for spec in inputs}
+    made = apply(lambda piece: piece(), reader.pieces(start, stop, rows))
+    return rows, [failure for piece in made for failure in piece]
+
+
+def numpy_rows(source: Source, shard: ShardTask) -> tuple[dict[str, npt.NDArray[Any]], list[RowFailure], ShardReader]:
+    """A whole shard in memory, to look at: inputs `[rows, *shape]`, failures, the reader."""
     reader = source.open(shard)
-    length = None if reader.lengths is None else int(reader.lengths.max(initial=1))
-    rows = {spec.name: np.zeros(spec.batch_shape(reader.rows, length), spec.numpy_dtype) for spec in source.inputs}
-    made = apply(lambda piece: piece(), reader.pieces(0, reader.rows, rows))
-    failures = [failure for piece in made for failure in piece]
-    return rows, failures, reader
+    return *read_rows(source.inputs, reader, 0, reader.rows), reader

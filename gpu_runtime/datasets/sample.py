@@ -11,12 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu_runtime.datasets.batching import longest_first
-from gpu_runtime.datasets.partition import Source, numpy_rows
+from gpu_runtime.datasets.partition import ShardReader, Source, read_rows
 from gpu_runtime.device.host import usable_cores
 from gpu_runtime.errors import DatasetError
 from gpu_runtime.specs import LENGTH, TensorSpec, digest_of, padded_rows
 
 _MAX_SHARDS = 128  # a sample of a large set reads this many shards at most
+_WHOLE_NBYTES = 256 << 20  # a shard that takes more in memory is read row by row, and no more of it than is drawn
 
 
 @dataclass(frozen=True)
@@ -71,18 +72,18 @@ def sample_rows(source: Source, days: Sequence[str], rows: int, seed: int, *, la
     count, left = 0, len(shards)
     with ThreadPoolExecutor(usable_cores()) as pool:
         for shard in shards:
-            arrays, failures, reader = numpy_rows(source, shard, pool.map)
-            failed = {failure.row for failure in failures}
-            usable = np.asarray([row for row in range(reader.rows) if row not in failed], np.int64)
-            wanted = min(len(usable), -(-(rows - count) // left))
-            chosen = np.sort(rng.choice(usable, wanted, replace=False))
+            reader, wanted = source.open(shard), -(-(rows - count) // left)
+            longest = None if reader.lengths is None else int(reader.lengths.max(initial=1))
+            nbytes = sum(spec.nbytes(reader.rows, longest) for spec in source.inputs)
+            draw = _drawn_from_all if nbytes <= _WHOLE_NBYTES else _drawn_one_by_one
+            chosen, arrays = draw(source, reader, wanted, rng, pool)
             for name, values in arrays.items():
-                taken[name].append(values[chosen])
+                taken[name].append(values)
             if reader.lengths is not None:
                 lengths.append(reader.lengths[chosen])
             found = reader.labels() if labelled else None
             labels.append(None if found is None else np.asarray(found, np.float64)[chosen])
-            count, left = count + wanted, left - 1
+            count, left = count + len(chosen), left - 1
     if not count:
         raise DatasetError(
             "no usable row in these days",
@@ -108,6 +109,33 @@ def sample_rows(source: Source, days: Sequence[str], rows: int, seed: int, *, la
         lengths=together[order],
         of_length=tuple(spec for spec in source.inputs if spec.has_length),
     )
+
+
+def _drawn_from_all(
+    source: Source, reader: ShardReader, wanted: int, rng: np.random.Generator, pool: ThreadPoolExecutor
+) -> tuple[npt.NDArray[np.int64], dict[str, npt.NDArray[Any]]]:
+    """Rows of the reader, and their inputs; all of its rows are read."""
+    arrays, failures = read_rows(source.inputs, reader, 0, reader.rows, pool.map)
+    failed = {failure.row for failure in failures}
+    usable = np.asarray([row for row in range(reader.rows) if row not in failed], np.int64)
+    chosen = np.sort(rng.choice(usable, min(len(usable), wanted), replace=False))
+    return chosen, {name: values[chosen] for name, values in arrays.items()}
+
+
+def _drawn_one_by_one(
+    source: Source, reader: ShardReader, wanted: int, rng: np.random.Generator, pool: ThreadPoolExecutor
+) -> tuple[npt.NDArray[np.int64], dict[str, npt.NDArray[Any]]]:
+    """The same of a reader whose rows do not fit in memory together."""
+    taken: dict[int, dict[str, npt.NDArray[Any]]] = {}
+    for row in rng.permutation(reader.rows):
+        if len(taken) == wanted:
+            break
+        arrays, failures = read_rows(source.inputs, reader, int(row), int(row) + 1, pool.map)
+        if not failures:
+            taken[int(row)] = arrays
+    chosen = np.asarray(sorted(taken), np.int64)
+    made = {spec.name: _together(spec, [taken[row][spec.name] for row in chosen]) for spec in source.inputs if taken}
+    return chosen, made
 
 
 def _together(spec: TensorSpec, parts: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gpu_runtime.datasets import sample
+from gpu_runtime.datasets.parquet import ParquetReader
 from gpu_runtime.datasets.sample import sample_digest, sample_rows
 from gpu_runtime.errors import DatasetError
 
@@ -87,3 +89,26 @@ def test_batches_hold_every_row_once_in_order(flights: Any, root: Path) -> None:
     parts = list(sample.batches(8))
     assert [len(part["numbers"]) for part in parts] == [8, 8, 8, 6]
     np.testing.assert_array_equal(np.concatenate([p["carrier"] for p in parts]), sample.inputs["carrier"])
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+def test_a_shard_too_large_for_memory_is_read_as_far_as_it_is_drawn(
+    flights: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, labelled: bool
+) -> None:
+    bad = [None if row % 3 == 0 else float(row) for row in range(60)]
+    flights.write_day(tmp_path, DAYS[0], 60, a=bad)
+    source, read = flights.source(tmp_path), list[tuple[int, int]]()
+    pieces = ParquetReader.pieces
+
+    def counted(reader: ParquetReader, start: int, stop: int, staging: Any) -> Any:
+        read.append((start, stop))
+        return pieces(reader, start, stop, staging)
+
+    monkeypatch.setattr(ParquetReader, "pieces", counted)
+    monkeypatch.setattr(sample, "_WHOLE_NBYTES", 100)
+    drawn = sample_rows(source, DAYS[:1], 10, 0, labelled=labelled)
+    rows = [int(value) for value in drawn.inputs["numbers"][:, 0]]
+    assert drawn.rows == len(set(rows)) == 10 and rows == sorted(rows) and all(row % 3 for row in rows)
+    assert all(stop == start + 1 for start, stop in read) and len(read) < 40
+    assert (drawn.labels is not None) is labelled
+    assert sample_rows(source, DAYS[:1], 99, 0).rows == 40
