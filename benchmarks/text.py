@@ -322,8 +322,7 @@ BUDGETS = tuple(
 )
 SIZES = tuple({"batch": batch} for batch in (32, 16, 64, 8))
 STREAMED = tuple(
-    {"batch": batch, "streams": streams}
-    for batch, streams in ((32, CORES), (16, CORES), (32, 1), (16, 1))
+    {"batch": batch, "streams": streams} for batch, streams in ((32, CORES), (16, CORES), (32, 1), (16, 1))
 )
 
 _PEERS: tuple[tuple[str, type[Torch] | type[OnnxRuntime] | type[OpenVino], Order, tuple[Setting, ...]], ...] = (

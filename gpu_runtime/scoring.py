@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
+import traceback
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -579,4 +580,13 @@ def score_days(
         except Exception as error:  # whatever a library raised belongs to this day alone
             outcome = InferenceError("failed unexpectedly", stage="score", item=day, got=type(error).__name__)
             outcome.__cause__ = error
+        if isinstance(outcome, InferenceError):
+            _let_go(outcome)
         yield day, outcome
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Clear what an error's frames hold, parts of the day among it: it is kept as long as the range takes."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

@@ -48,8 +48,8 @@ class Measurement:
     """Medians over interleaved rounds: `rows_per_s` with a second batch queued behind every one that runs, as in
     the executor; latencies in milliseconds, from queueing to result, with one batch on every stream (of fewer than a
     hundred `batches`, p99 is as good as the slowest). `cpu_s_per_row` is all CPU time of this process meanwhile.
-    `memory_mib` is what the loaded engine, having run, and two slots for each stream took of this process' own memory;
-    None where the system does not tell."""
+    `memory_mib` is what the loaded engine, having run, and two slots for each stream took of this process' own memory,
+    the rows that are read or decoded for them left out; None where the system does not tell."""
 
     setting: Setting
     rows_per_s: float
@@ -69,25 +69,33 @@ class LoadedSetting:
         self.setting, self._device = setting, device
         before = anonymous_memory_mib()
         options = EngineOptions(setting.streams, setting.threads)
-        self._engine: Engine = get_backend(file.backend).load(file, device, options)
-        contexts = [(self._engine.create_context(), device.stream()) for _ in range(setting.streams)]
         self._feeds: list[tuple[Slot, BatchShape]] = []
-        self._rows = 0
+        self.latencies_ms: list[float] = []
+        self.rates: list[float] = []
+        self.cpu_s_per_row: list[float] = []
+        self._engine: Engine = get_backend(file.backend).load(file, device, options)
+        try:
+            self._warm_up(file, sample)
+        except BaseException:  # out of memory, as a rule: the next setting needs it
+            self.close()
+            raise
+        after = anonymous_memory_mib()
+        self.memory_mib = None if before is None or after is None else max(0.0, after - before)
+
+    def _warm_up(self, file: EngineFile, sample: RowSample) -> None:
+        """Fill the slots and run each twice: that allocates memory and chooses kernels."""
+        setting, device, self._rows = self.setting, self._device, 0
+        contexts = [(self._engine.create_context(), device.stream()) for _ in range(setting.streams)]
         for i, (shape, rows, count) in enumerate(_batches(sample, setting.batching(file), 2 * setting.streams)):
             slot = allocate_slot(file, device, [shape], *contexts[i % len(contexts)])
             for tensor in slot.inputs:
                 values = rows[tensor.spec.name]
                 np.take(values, np.arange(shape.rows) % len(values), axis=0, out=tensor.rows(shape.length))
-                self._device.copy_in(tensor.staging, tensor.buffer, tensor.staging.nbytes, slot.compute)
+                device.copy_in(tensor.staging, tensor.buffer, tensor.staging.nbytes, slot.compute)
             self._feeds.append((slot, shape))
             self._rows += count
-        self.latencies_ms: list[float] = []
-        self.rates: list[float] = []
-        self.cpu_s_per_row: list[float] = []
-        self._run(1, 2 * setting.streams, [])  # allocates memory, chooses kernels, in every slot
+        self._run(1, 2 * setting.streams, [])
         self._wave_s = self._run(1, 2 * setting.streams, [])
-        after = anonymous_memory_mib()
-        self.memory_mib = None if before is None or after is None else max(0.0, after - before)
 
     def round(self, seconds: float) -> None:
         """Half of the time for latencies, half for the rate."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeVar, get_args
@@ -52,7 +53,7 @@ class Objective:
             raise _unusable("optimize", " | ".join(get_args(Optimize)), self.optimize)
         for name in ("max_p99_batch_ms", "max_memory_mib", "rows_per_day", "finish_within_s"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
+            if value is not None and not (value > 0 and math.isfinite(value)):
                 raise _unusable(name, "a number above 0", value)
         if (self.rows_per_day is None) != (self.finish_within_s is None):
             given = "rows_per_day" if self.finish_within_s is None else "finish_by"
@@ -90,11 +91,12 @@ class Objective:
         return one.rows_per_s if self.optimize == "rows_per_s" else 1 / max(one.cpu_s_per_row, 1e-12)
 
     def ranked(self, measured: Sequence[Measurement]) -> list[Measurement]:
-        """Best first: what keeps the bounds, then what is in time, by score; what is too slow, by speed."""
+        """Best first: what keeps the bounds, then what is in time, by score; what is too slow, by speed. What does not
+        keep them comes last, the nearest first."""
 
-        def rank(one: Measurement) -> tuple[bool, bool, float]:
-            in_time = self.in_time(one.rows_per_s)
-            return self.keeps(one), in_time, self.score(one) if in_time else one.rows_per_s
+        def rank(one: Measurement) -> tuple[float, bool, float]:
+            in_time, beyond = self.in_time(one.rows_per_s), max(self.excess(one).values(), default=0.0)
+            return -beyond, in_time, self.score(one) if in_time else one.rows_per_s
 
         return sorted(measured, key=rank, reverse=True)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,10 @@ from gpu_runtime.specs import Graph, ModelSpec, digest_of
 KIND = "benchmark"
 _LENGTHS = 32
 """What rows that differ in length are padded to: so many lengths, chosen for the gate's rows."""
+
+
+_NEAR = 2.0
+"""Times the bound: a probe's p99 is the slowest of a few batches, and one pause of the machine doubles it."""
 
 
 @dataclass(frozen=True)
@@ -130,12 +134,14 @@ class BenchmarkReport:
     @property
     def objective(self) -> Objective:
         """What the finalists and the trials were chosen for."""
-        return Objective(**self.artifact.metadata["objective"])
+        return Objective(**self.artifact.metadata.get("objective", {}))
 
     @property
     def trials(self) -> list[Trial]:
         """The objective's choice end to end; empty where nothing was fed to it."""
-        return [Trial(**{**one, "setting": Setting(**one["setting"])}) for one in self.artifact.metadata["trials"]]
+        return [
+            Trial(**{**one, "setting": Setting(**one["setting"])}) for one in self.artifact.metadata.get("trials", [])
+        ]
 
     @property
     def frontier(self) -> list[Measurement]:
@@ -261,10 +267,13 @@ def run_benchmark(
             )
         )
     chosen = objective.choose([m for result in results if result.verdict.passed for m in result.measurements])
-    trials: list[Trial] = []
+    trials, trials_failed = list[Trial](), None
     if feed is not None and chosen is not None and sweep.trial_rounds:
         file, timing = engines.engines[chosen.setting.engine], (sweep.trial_rounds, sweep.trial_s)
-        trials = run_trials(file, chosen, objective, device, feed.open(), *timing)
+        try:
+            trials = run_trials(file, chosen, objective, device, feed.open(), *timing)
+        except InferenceError as error:  # all that was measured stands without them
+            trials_failed = str(error)
     with store.draft(KIND, [benchmark_recipe(declaration, engines, gate_rows.digest, policy, objective)]) as draft:
         draft.metadata = {
             "model": spec.name,
@@ -281,6 +290,7 @@ def run_benchmark(
             "reference": base,
             "results": results,
             "trials": trials,
+            "trials_failed": trials_failed,
             "not_built": engines.not_built,
         }
     return BenchmarkReport(draft.finished())
@@ -291,8 +301,8 @@ def _sweep(
 ) -> tuple[dict[str, list[Measurement]], dict[str, list[Measurement]]]:
     """Probe every setting of every engine, then hold the best of each against each other.
 
-    A probe is short, and what just keeps a bound in it may not in the longer rounds: then the engine's next ones that
-    kept it follow, until one does.
+    A probe is short, and what just keeps a bound in it may not in the longer rounds, or the other way round: then the
+    engine's next ones that came near it follow, until one does.
     """
     engines = {file.key: file for file in files}
     probes = {
@@ -309,15 +319,21 @@ def _sweep(
     while next_ones:
         settings = [probe.setting for probe in next_ones]
         for one in measure(engines, settings, device, rows, rounds=sweep.rounds, round_s=sweep.round_s):
-            measured[one.setting.engine].append(one)
+            measured[one.setting.engine].append(_with_most_memory(one, probes[one.setting.engine]))
         next_ones = [
             probe
             for key, ranked in waiting.items()
             if not any(objective.keeps(one) for one in measured[key])
             for probe in ranked[len(measured[key]) :][: sweep.finalists]
-            if objective.keeps(probe)
+            if max(objective.excess(probe).values(), default=0.0) <= _NEAR
         ]
     return probes, measured
+
+
+def _with_most_memory(one: Measurement, probes: Sequence[Measurement]) -> Measurement:
+    """A library keeps memory of an engine that was closed, and a second one of its kind seems to take less."""
+    seen = [m.memory_mib for m in (one, *probes) if m.setting == one.setting and m.memory_mib is not None]
+    return replace(one, memory_mib=max(seen, default=None))
 
 
 def _finite_or_none(value: float | None) -> float | None:

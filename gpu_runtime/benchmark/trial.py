@@ -18,7 +18,7 @@ from gpu_runtime.device.protocol import Device
 from gpu_runtime.executor.pipeline import Batch, StreamExecutor
 
 _OPENED = 4
-"""Shards that the trials go over in turn: all of them are held open at once."""
+"""Shards of whose first parts the trials take batches in turn: all of them are held at once."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Feed:
 
     def open(self) -> list[ShardReader]:
         shards = (shard for day in self.days for shard in self.source.partition(day).shards if shard.rows)
-        return [self.source.open(shard) for shard in itertools.islice(shards, _OPENED)]
+        return [next(iter(self.source.parts(shard))) for shard in itertools.islice(shards, _OPENED)]
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,7 @@ from gpu_runtime.specs import LENGTH, TensorSpec
 _NUMBER_NBYTES, _TEXT_NBYTES = 8, 32
 """What a cell may take in memory, the text of a category or a key as a rule."""
 
+_BUFFER_NBYTES = 1 << 20
 _ROWS_AT_ONCE = 131_072
 """Enough to decode quickly; a multiple of most batch sizes, so that hardly a batch has to be padded."""
 
@@ -161,7 +163,9 @@ class ParquetSource:
             return
         check = _Checked(partial(self._check_columns, columns=self._needed, next_step=_LAND_COLUMNS))
         at_once = max(1, min(_ROWS_AT_ONCE, self._rows_that_fit))
-        with _opened(shard, shard.files[0], check) as (parquet, groups, offset):
+        # As it is read, not all of the shard's bytes at once, which pyarrow would hold beside what they become.
+        little = {"pre_buffer": False, "buffer_size": _BUFFER_NBYTES}
+        with _opened(shard, shard.files[0], check, little) as (parquet, groups, offset):
             batches = parquet.iter_batches(at_once, groups, self._needed)
             stop, held, count = offset + _rows_in(parquet, groups), list[Any](), 0
             for batch in batches:
@@ -264,7 +268,9 @@ class _Checked:
 
 
 @contextmanager
-def _opened(shard: ShardTask, file: FileFingerprint, check: _Checked) -> Iterator[tuple[Any, range, int]]:
+def _opened(
+    shard: ShardTask, file: FileFingerprint, check: _Checked, reading: Mapping[str, Any] = MappingProxyType({})
+) -> Iterator[tuple[Any, range, int]]:
     """One of the shard's files, its row groups, and the position in the file of its first row. Whatever the file makes
     the block raise is raised as `DatasetError`."""
     import pyarrow as pa
@@ -275,12 +281,12 @@ def _opened(shard: ShardTask, file: FileFingerprint, check: _Checked) -> Iterato
         # Checksums are verified where the writer left some; without, flipped bytes are other numbers.
         with (
             pa.OSFile(f"{shard.folder}/{file.path}") as opened,
-            pq.ParquetFile(opened, page_checksum_verification=True) as parquet,
+            pq.ParquetFile(opened, page_checksum_verification=True, **reading) as parquet,
         ):
             check(parquet.schema_arrow, item)
             first, last = shard.span or (0, parquet.num_row_groups)
             yield parquet, range(first, last), _rows_in(parquet, range(first))
-    except DatasetError:
+    except (DatasetError, MemoryError):  # of which no file is to blame
         raise
     except Exception as error:  # OSError and ArrowInvalid, but a damaged footer raises what it likes
         raise _unreadable("the file's columns cannot be read", item, error) from error

@@ -17,6 +17,7 @@ from gpu_runtime.errors import DatasetError
 from gpu_runtime.specs import LENGTH, TensorSpec, digest_of, padded_rows
 
 _MAX_SHARDS = 128  # a sample of a large set reads this many shards at most
+_TRIES = 20  # times the rows that are wanted of it: where hardly one is usable, no sample is worth the night
 _WHOLE_NBYTES = 256 << 20  # a shard that takes more in memory is read row by row, and no more of it than is drawn
 
 
@@ -125,14 +126,14 @@ def _drawn_from_all(
 def _drawn_one_by_one(
     source: Source, reader: ShardReader, wanted: int, rng: np.random.Generator, pool: ThreadPoolExecutor
 ) -> tuple[npt.NDArray[np.int64], dict[str, npt.NDArray[Any]]]:
-    """The same of a reader whose rows do not fit in memory together."""
+    """The same of a reader whose rows do not fit in memory together: fewer than wanted, where few are usable."""
     taken: dict[int, dict[str, npt.NDArray[Any]]] = {}
-    for row in rng.permutation(reader.rows):
-        if len(taken) == wanted:
-            break
-        arrays, failures = read_rows(source.inputs, reader, int(row), int(row) + 1, pool.map)
+    tried, order = 0, rng.permutation(reader.rows)
+    while tried < len(order) and len(taken) < wanted and tried < _TRIES * wanted:
+        row, tried = int(order[tried]), tried + 1
+        arrays, failures = read_rows(source.inputs, reader, row, row + 1, pool.map)
         if not failures:
-            taken[int(row)] = arrays
+            taken[row] = arrays
     chosen = np.asarray(sorted(taken), np.int64)
     made = {spec.name: _together(spec, [taken[row][spec.name] for row in chosen]) for spec in source.inputs if taken}
     return chosen, made

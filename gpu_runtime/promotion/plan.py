@@ -92,7 +92,7 @@ class ServingPlan:
         given = {
             "device_class": DeviceClass.from_plain(plain["device_class"]),
             "objective": Objective(**plain.get("objective", {})),
-            "lengths": tuple(plain["lengths"]),
+            "lengths": tuple(plain.get("lengths", ())),
         }
         return ServingPlan(**{**plain, **given})
 
@@ -161,6 +161,8 @@ def choose_plan(
     result, best = chosen
     trial = chosen_trial(report, best)
     assert result.value is not None
+    # As many as the memory was measured with, where that counts; else what the executor takes by itself.
+    untried = None if objective.max_memory_mib is None else 2 * best.setting.streams
     return ServingPlan(
         model=model,
         model_version=str(report.artifact.metadata["version"]),
@@ -173,7 +175,7 @@ def choose_plan(
         batch=best.setting.batch,
         streams=best.setting.streams,
         threads=best.setting.threads,
-        slots=trial.slots if trial else None,
+        slots=trial.slots if trial else untried,
         decode_workers=trial.decode_workers if trial else usable_cores(),
         gate_set=report.gate_set,
         report=report.digest,

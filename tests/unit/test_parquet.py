@@ -327,6 +327,23 @@ def small_days(flights: Any, root: Path, count: int = 7, rows: int = 3, **change
     return [flights.write_day(root, DAY, rows, seed=i, file=f"part-{i}.parquet", **changes) for i in range(count)]
 
 
+@pytest.mark.parametrize("error", [MemoryError(), pa.ArrowMemoryError("malloc of size 1 failed")])
+def test_no_file_is_to_blame_for_a_lack_of_memory(
+    flights: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: MemoryError
+) -> None:
+    def fail(*given: Any) -> Any:
+        raise error
+
+    flights.write_day(tmp_path, DAY, 5)
+    source = flights.source(tmp_path)
+    (shard,) = source.partition(DAY).shards
+    monkeypatch.setattr(parquet, "_without_dictionaries", fail)
+    with pytest.raises(MemoryError):
+        list(source.parts(shard))
+    with pytest.raises(MemoryError):
+        source.open(shard)
+
+
 def test_small_files_share_a_shard_and_large_ones_do_not(flights: Any, tmp_path: Path) -> None:
     small_days(flights, tmp_path)
     flights.write_day(tmp_path, DAY, 25, file="part-4.parquet", group=10)

@@ -224,6 +224,7 @@ def test_the_plan_takes_the_fewest_slots_and_decode_workers_that_are_as_good_as_
     assert (plain.slots, plain.decode_workers) == (3, 1)
     untried = plan_for(Objective(), *BY_BATCH)
     assert (untried.slots, untried.decode_workers) == (None, usable_cores())
+    assert plan_for(Objective(max_memory_mib=1e6), *BY_BATCH).slots == 2  # the memory was measured with two a stream
 
 
 def test_a_frontier_holds_what_nothing_else_equals_and_nothing_more() -> None:
@@ -433,3 +434,21 @@ def test_the_scoring_key_changes_with_the_device_and_the_declaration_and_not_wit
     assert replace(plan, batch=64, streams=2).scoring_key == plan.scoring_key
     for changed in (replace(plan, device_class=OTHER), replace(plan, declaration="another")):
         assert changed.scoring_key != plan.scoring_key
+
+
+def test_a_plan_of_an_earlier_release_is_read() -> None:
+    plain = to_plain(plan_of())
+    for name in ("lengths", "objective", "slots"):
+        del plain[name]
+    assert ServingPlan.from_plain(plain) == replace(plan_of(), slots=None)
+
+
+def test_what_keeps_no_bound_is_tried_from_the_nearest() -> None:
+    objective = Objective(max_p99_batch_ms=10)
+    found = [measurement("a", 300, 90, 32), measurement("a", 200, 30, 8), measurement("a", 50, 12, 1)]
+    assert [one.setting.batch for one in objective.ranked(found)] == [1, 8, 32]
+
+
+def test_a_bound_is_a_number() -> None:
+    with pytest.raises(SpecError, match="max_p99_batch_ms"):
+        Objective(max_p99_batch_ms=float("inf"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import json
 import os
 import pickle
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -817,6 +819,27 @@ def test_the_finished_shards_of_a_bad_day_outlive_the_publication_of_others(
     assert (made.resumed_shards, len(engine.seen), made.published) == (4, 10, 50)
     assert len(list(Path(table.predictions.uri, f"date={DAY}").iterdir())) == 5
     assert not list(Path(table.root.uri, "attempts").rglob("*.json"))
+
+
+def test_an_error_that_is_kept_for_the_end_of_a_range_keeps_nothing_of_its_day(
+    flights: Any, root: Path, table: PredictionTable, days: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*given: Any) -> Any:
+        raise RuntimeError("no room")
+
+    readers: list[Any] = []
+    made = parquet.ParquetReader.__init__
+
+    def noted(reader: parquet.ParquetReader, *given: Any) -> None:
+        made(reader, *given)
+        readers.append(weakref.ref(reader))
+
+    monkeypatch.setattr(parquet.ParquetReader, "__init__", noted)
+    monkeypatch.setattr(scoring, "_write_rows", fail)
+    ((_, outcome),) = days(flights.source(root, rows_per_shard=10), DAY)
+    assert isinstance(outcome, InferenceError) and outcome.__cause__ is not None
+    gc.collect()
+    assert readers and not [reader for reader in readers if reader() is not None]
 
 
 def test_days_are_published_one_by_one(flights: Any, root: Path, days: Any, table: PredictionTable) -> None:
