@@ -321,7 +321,7 @@ def write_ours_alone(case: Case, setting: Setting) -> Iterator[Run]:
     from gpu_runtime.predictions.storage import Folder
     from gpu_runtime.specs import TensorSpec
 
-    scores = np.random.default_rng(0).random(case["rows"], np.float32)
+    scores: Any = np.random.default_rng(0).random(case["rows"], np.float32)
     schema = PredictionSchema((TensorSpec("score", "float32"),), {})
     digest = "0123456789abcdef" * 4
 
