@@ -124,9 +124,9 @@ _WHAT = {
 
 @contextmanager
 def decoder(case: Case, setting: Setting, name: str, threads: int) -> Iterator[Run]:
-    from gpu_runtime.datasets.decode import use_one_thread
+    from gpu_runtime.datasets.decode import open_decoders
 
-    use_one_thread()
+    open_decoders()
     with ThreadPoolExecutor(threads) as pool:
         yield lambda out: [None for _ in pool.map(DECODERS[name], case["files"])]
 

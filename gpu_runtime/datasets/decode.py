@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gpu_runtime.errors import RowError
+from gpu_runtime.errors import RowError, SpecError
 
 MAX_PIXELS = 64_000_000
 """Larger pictures are refused undecoded: a few kilobytes can unpack to gigabytes."""
@@ -75,7 +75,7 @@ def decode_image(path: Path, target: npt.NDArray[np.uint8], crop_fraction: float
         if turn is not None:
             pixels = np.asarray(Image.fromarray(pixels).transpose(Image.Transpose[turn]))
         _centre_square(pixels, target, crop_fraction)
-    except (RowError, MemoryError):  # no memory is the machine's fault, not the row's
+    except (RowError, MemoryError, ImportError):  # the machine is at fault, not the row
         raise
     except Image.DecompressionBombError as error:  # Pillow's own limit is higher, but it looks first
         raise RowError("decode", _too_many_pixels()) from error
@@ -117,10 +117,23 @@ def _centre_square(pixels: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8],
     target[:] = cv2.resize(square, (target.shape[1], target.shape[0]), interpolation=how)
 
 
-def use_one_thread() -> None:
-    """OpenCV would cut each picture into pieces for all cores."""
-    import cv2
-
+def open_decoders() -> None:
+    """Before the first picture: every library is there, or `SpecError`, and OpenCV keeps to one thread instead of
+    cutting each picture into pieces for all cores."""
+    try:
+        import cv2
+        import PIL
+        import simplejpeg
+    except ImportError as error:  # no picture is to blame
+        raise SpecError(
+            "a library that decodes pictures is missing",
+            stage="dataset",
+            item=str(error.name),
+            expected=", ".join(("opencv-python-headless", "pillow", "simplejpeg")),
+            got="not installed",
+            next_step="pip install 'inference-dags[images]'",
+        ) from error
+    assert PIL and simplejpeg
     cv2.setNumThreads(1)
 
 

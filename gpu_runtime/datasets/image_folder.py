@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from gpu_runtime.datasets.decode import decode_image, use_one_thread
+from gpu_runtime.datasets.decode import decode_image, open_decoders
 from gpu_runtime.datasets.partition import (
     DatasetPartition,
     FileFingerprint,
@@ -66,7 +66,7 @@ class ImageFolderSource:
     def open(self, shard: ShardTask) -> ImageReader:
         # Pillow warns of damaged metadata by the file and of large pictures: a line for each rotten row of a night.
         warnings.filterwarnings("ignore", module=r"PIL\.")
-        use_one_thread()  # as many pictures are decoded at once as there are workers
+        open_decoders()  # each on one thread: as many pictures are decoded at once as there are workers
         return ImageReader(self, shard)
 
     def parts(self, shard: ShardTask) -> Iterator[ImageReader]:

@@ -602,3 +602,14 @@ def test_an_empty_folder_is_an_empty_day_and_no_folder_an_error(tmp_path: Path) 
 def test_images_fill_one_uint8_input(tmp_path: Path, inputs: Any) -> None:
     with pytest.raises(SpecError):
         ImageFolderSource(str(tmp_path), inputs)
+
+
+def test_a_library_that_is_missing_is_named_before_a_picture_is_blamed(
+    tmp_path: Path, write_jpeg: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_jpeg(tmp_path / DAY / "a.jpg")
+    source = source_of(tmp_path)
+    (shard,) = source.partition(DAY).shards
+    monkeypatch.setitem(sys.modules, "simplejpeg", None)
+    with pytest.raises(SpecError, match=r"simplejpeg: a library that decodes pictures is missing.*\[images\]"):
+        source.open(shard)
