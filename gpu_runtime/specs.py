@@ -119,11 +119,11 @@ class TensorSpec:
     @property
     def filler(self) -> Any:
         """What stands where there is no value: zero, or the nearest value that the range allows."""
-        value = 0.0
+        value, whole = 0.0, self.numpy_dtype.kind in "iu"
         if self.minimum is not None:
-            value = max(value, self.minimum)
+            value = max(value, math.ceil(self.minimum) if whole else self.minimum)
         if self.maximum is not None:
-            value = min(value, self.maximum)
+            value = min(value, math.floor(self.maximum) if whole else self.maximum)
         return np.asarray(value).astype(self.numpy_dtype)
 
     def batch_shape(self, batch: int, length: int | None = None) -> tuple[int, ...]:
@@ -265,12 +265,12 @@ class ModelSpec:
         if self.max_batch < 1:
             raise SpecError("max_batch below 1", stage="spec", item=self.name, got=str(self.max_batch))
         differ = [t.name for t in self.inputs if t.has_length]
-        if (self.max_length is None) == bool(differ) or (self.max_length or 1) < 1:
+        if (self.max_length is None) == bool(differ) or (self.max_length is not None and self.max_length < 2):
             raise SpecError(
                 "max_length does not fit the inputs",
                 stage="spec",
                 item=self.name,
-                expected=f"the longest row of {', '.join(differ)}, 1 or above"
+                expected=f"the longest row of {', '.join(differ)}, 2 or above"
                 if differ
                 else "none: all rows are alike",
                 got=str(self.max_length),

@@ -23,7 +23,7 @@ from gpu_runtime.datasets.batching import Batching, choose_lengths
 from gpu_runtime.datasets.sample import RowSample
 from gpu_runtime.device.host import usable_cores
 from gpu_runtime.device.protocol import Device, DeviceClass
-from gpu_runtime.errors import GateError, InferenceError
+from gpu_runtime.errors import GateError, InferenceError, SpecError
 from gpu_runtime.executor.slots import allocate_slot
 from gpu_runtime.quality.gate import GatePolicy, Verdict, judge_accuracy, judge_speed
 from gpu_runtime.specs import Graph, ModelSpec, digest_of
@@ -53,6 +53,13 @@ class Sweep:
     probe_s: float = 0.05
     trial_rounds: int = 3
     trial_s: float = 0.5
+
+    def __post_init__(self) -> None:
+        for name in ("batches", "budgets"):
+            sizes = getattr(self, name)
+            if not sizes or min(sizes) < 1:
+                expected, got = "numbers of 1 and above", str(sizes)
+                raise SpecError("cannot be tried", stage="benchmark", item=name, expected=expected, got=got)
 
     def settings(self, engine: EngineFile, lengths: tuple[int, ...] = ()) -> list[Setting]:
         cores, longest = usable_cores(), lengths[-1] if lengths else 1

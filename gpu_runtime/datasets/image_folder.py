@@ -41,7 +41,7 @@ class ImageFolderSource:
 
     def __post_init__(self) -> None:
         shape = self.inputs[0].shape if len(self.inputs) == 1 else ()
-        if len(shape) != 3 or shape[2] != 3 or self.inputs[0].dtype != "uint8":
+        if len(shape) != 3 or shape[2] != 3 or self.inputs[0].dtype != "uint8" or self.inputs[0].has_length:
             raise SpecError(
                 "images fill one input",
                 stage="dataset",

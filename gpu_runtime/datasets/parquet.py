@@ -54,8 +54,8 @@ class ParquetSource:
     `columns` maps each input to its columns: one for a scalar row, k for a row of shape `[k]`.
     `vocabularies` maps a text column to its known values; the id is the position.
     Rows may differ in the length of one input `[-1]`: its column holds lists, or text that the file `tokenizer` (a
-    tokenizer.json) turns into ids. A row longer than `max_length` is quarantined, or cut with `truncate`; the mask, if
-    the model takes one, is no column.
+    tokenizer.json) turns into ids. A row longer than `max_length` is quarantined, a text cut instead with `truncate`;
+    the mask, if the model takes one, is no column.
     A null, a value that is not finite, an unknown category and a value outside the input's declared range
     each quarantine their row.
 
@@ -80,12 +80,17 @@ class ParquetSource:
     def __post_init__(self) -> None:
         differ = [spec for spec in self.inputs if spec.has_length and not spec.mask]
         fits = len(differ) <= 1 and all(spec.shape == (LENGTH,) for spec in differ)
-        if not fits or bool(differ) != bool(self.max_length) or (self.tokenizer and not differ):
+        if (
+            not fits
+            or bool(differ) != bool(self.max_length)
+            or (self.tokenizer and not differ)
+            or (self.truncate and not self.tokenizer)
+        ):
             raise SpecError(
                 "not an input whose rows differ in length",
                 stage="dataset",
                 item=", ".join(spec.name for spec in differ) or "tokenizer",
-                expected="one input of shape [-1] beside its mask, and max_length",
+                expected="one input of shape [-1] beside its mask, and max_length; `truncate` with a `tokenizer` only",
                 got=f"{', '.join(str(spec.shape) for spec in differ) or 'none'}, max_length {self.max_length}",
             )
         for spec in self.inputs:
@@ -135,14 +140,28 @@ class ParquetSource:
 
     def ragged(self, table: Any) -> RaggedRows | None:
         """The rows of the input that differ in length, in the table's order."""
+        import pyarrow as pa
+
         if self._lists is None:
             return None
         (name,), longest = self.columns[self._lists.name], self.max_length or 1
         column = table.column(name).combine_chunks()
         if self.tokenizer is None:
+            if pa.types.is_null(column.type):
+                column = column.cast(pa.list_(pa.int64()))
             return lists_of(column, self._lists, longest, name)
         tokenizer = open_tokenizer(self.tokenizer, longest, self.truncate)
         return tokens_of(_values_of(column), tokenizer, self._lists, longest, name)
+
+    def without_ragged(self, table: Any) -> Any:
+        """Once its rows are made, nobody reads the column that they came from."""
+        assert self._lists is not None
+        (name,) = self.columns[self._lists.name]
+        return table if name == self.row_key else table.drop_columns([name])
+
+    @property
+    def input_columns(self) -> set[str]:
+        return {column for columns in self.columns.values() for column in columns}
 
     def open(self, shard: ShardTask) -> ShardReader:
         tables, offset = self._read(shard, self._needed, _LAND_COLUMNS)
@@ -234,7 +253,8 @@ class ParquetSource:
         value = found.value_type if types.is_dictionary(found) else found
         if self._lists is not None and column in self.columns[self._lists.name] and self.tokenizer is None:
             lists = types.is_list(value) or types.is_large_list(value) or types.is_fixed_size_list(value)
-            return None if lists and _is_number(value.value_type) else "a list of numbers"
+            empty = types.is_null(value) or (lists and types.is_null(value.value_type))
+            return None if empty or (lists and _is_number(value.value_type)) else "a list of numbers"
         if types.is_null(value):  # without a single value: its rows are quarantined, one by one
             return None
         if column in self.vocabularies or (self._lists is not None and column in self.columns[self._lists.name]):
@@ -356,25 +376,26 @@ class ParquetReader:
 
         self._source, self._shard = source, shard
         table = pa.concat_tables(tables).combine_chunks()
+        self._count: int = table.num_rows
         self.order: npt.NDArray[np.int64] | None = None
         self.lengths: npt.NDArray[np.int64] | None = None
         self._ragged = source.ragged(table)
         if self._ragged is not None:
             self.order = longest_first(self._ragged.lengths)
-            table, self._ragged = table.take(self.order).combine_chunks(), self._ragged.take(self.order)
+            table, self._ragged = source.without_ragged(table), self._ragged.take(self.order)
+            table = table.take(self.order).combine_chunks() if table.num_columns else table
             self.lengths = self._ragged.lengths
         rows = [one.num_rows for one in tables]
         self._places = Places([file.path for file in shard.files], rows, offset, self.order)
         self._keys = table.column(source.row_key).combine_chunks() if source.row_key else None
         self._plain_keys = self._keys is not None and _is_plain(self._keys)
-        self._table = table
-        self._columns = {c: table.column(c) for columns in source.columns.values() for c in columns}
+        self._columns = {c: table.column(c) for c in table.column_names if c in source.input_columns}
         self._arrays = {c: _as_array(column) for c, column in self._columns.items() if c not in source.vocabularies}
         self._alike = {spec.name: self._all_of(spec) for spec in source.inputs}
 
     @property
     def rows(self) -> int:
-        return int(self._table.num_rows)
+        return self._count
 
     def origins(self, start: int, stop: int) -> Any:
         files, positions = self._places.of(start, stop)

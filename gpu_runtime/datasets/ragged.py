@@ -15,6 +15,9 @@ from gpu_runtime.artifacts import file_digest
 from gpu_runtime.errors import DatasetError
 from gpu_runtime.specs import TensorSpec
 
+_TEXTS_AT_ONCE = 1_000
+"""The library's own form of a text takes many times the memory of its ids."""
+
 
 @dataclass(frozen=True)
 class RaggedRows:
@@ -52,25 +55,29 @@ def tokens_of(texts: Sequence[str | None], tokenizer: Any, spec: TensorSpec, lon
     """The ids of `texts`, special tokens included, by a `tokenizers.Tokenizer`. A row of more than `longest` is bad,
     unless the tokenizer truncates."""
     bad = {row: f"column {column!r} is null or no UTF-8" for row, text in enumerate(texts) if text is None}
-    encoded = _encoded([text or "" for text in texts], tokenizer)
-    for row, ids in enumerate(encoded):
-        if ids is None:
-            bad.setdefault(row, f"column {column!r} cannot be tokenised")
-        elif not ids:
-            bad.setdefault(row, f"column {column!r} holds no token")
-        elif len(ids) > longest:
-            bad.setdefault(row, f"column {column!r} holds more than {longest} tokens")
-    kept = [[spec.filler] if row in bad else ids for row, ids in enumerate(encoded)]
-    lengths = np.asarray([len(ids) for ids in kept if ids is not None], np.int64)
-    values = np.asarray([token for ids in kept if ids is not None for token in ids], np.int64)
-    return _checked(values, _offsets_of(lengths), bad, spec, column)
+    parts, lengths = [np.zeros(0, np.uint32)], np.ones(len(texts), np.int64)
+    for start in range(0, len(texts), _TEXTS_AT_ONCE):
+        some = [text or "" for text in texts[start : start + _TEXTS_AT_ONCE]]
+        for row, ids in enumerate(_encoded(some, tokenizer), start):
+            if ids is None:
+                bad.setdefault(row, f"column {column!r} cannot be tokenised")
+            elif not ids:
+                bad.setdefault(row, f"column {column!r} holds no token")
+            elif len(ids) > longest:
+                bad.setdefault(row, f"column {column!r} holds more than {longest} tokens")
+            kept = ids if ids is not None and row not in bad else [int(spec.filler)]
+            parts.append(np.asarray(kept, np.uint32))
+            lengths[row] = len(kept)
+    return _checked(np.concatenate(parts).astype(np.int64), _offsets_of(lengths), bad, spec, column)
 
 
 def _encoded(texts: list[str], tokenizer: Any) -> list[list[int] | None]:
     """The ids of each text; None for one that the tokenizer fails on."""
     try:
         return [found.ids for found in tokenizer.encode_batch_fast(texts)]
-    except Exception:  # the library raises what it likes, for the whole batch
+    except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
+        raise
+    except BaseException:  # it raises what it likes for the whole batch, and what panics in it is no `Exception`
         if len(texts) == 1:
             return [None]
         half = len(texts) // 2
@@ -144,7 +151,7 @@ def _checked(
     values: npt.NDArray[Any], offsets: npt.NDArray[np.int64], bad: dict[int, str], spec: TensorSpec, column: str
 ) -> RaggedRows:
     """With the values in the tensor's dtype; rows that hold what it cannot are bad, too."""
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         outside = spec.outside(values) | ~np.isfinite(values.astype(spec.numpy_dtype))
     if outside.any():
         for row in np.unique(np.searchsorted(offsets, np.flatnonzero(outside), side="right") - 1):

@@ -80,8 +80,12 @@ class Upstream:
         latest, graphs = self._latest("engine", ENGINE_KIND), self.graphs()
         if latest and EngineSet(latest).device_class == device_class:
             engines = EngineSet(latest)
-            known = {(graph.digest, graph.inputs, graph.outputs) for graph in graphs}
-            if strange := {(one.graph_digest, one.inputs, one.outputs) for one in engines.engines.values()} - known:
+            known = {(one.digest, one.inputs, one.outputs, one.max_batch, one.max_length) for one in graphs}
+            made = {
+                (one.graph_digest, one.inputs, one.outputs, one.max_batch, one.max_length)
+                for one in engines.engines.values()
+            }
+            if strange := made - known:
                 raise self._stale("engine", "the graphs of the newest export", f"{len(strange)} of other graphs")
             built = {key.partition(":")[0] for key in (*engines.engines, *engines.not_built)}
             if built != set(self.pipeline.backends):

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import pytest
 
 from gpu_runtime.datasets.parquet import ParquetSource
 from gpu_runtime.datasets.partition import numpy_rows, reading_of
+from gpu_runtime.datasets.ragged import tokens_of
 from gpu_runtime.datasets.sample import sample_rows
 from gpu_runtime.errors import DatasetError, SpecError
 from gpu_runtime.specs import TensorSpec
@@ -220,3 +222,28 @@ def test_a_sample_of_several_days_is_padded_no_further_than_each_batch_needs(tmp
     assert [one["ids"].shape for one in batches] == [(2, 5), (2, 2), (1, 1)]
     assert batches[1]["ids"].tolist() == [[2, 3], [batches[1]["ids"][1, 0], IDS.filler]]
     assert batches[1]["mask"].tolist() == [[True, True], [True, False]]
+
+
+def test_a_text_in_which_the_tokenizer_panics_costs_its_row_alone(tmp_path: Path, tokenizer: str) -> None:
+    class Panic(BaseException):
+        """What a panic of the library's is: no `Exception`."""
+
+    class Panicking:
+        def encode_batch_fast(self, texts: list[str]) -> Any:
+            if "b" in texts:
+                raise Panic
+            return [SimpleNamespace(ids=[len(text)]) for text in texts]
+
+    rows = tokens_of(["a", "b", "aaa"], Panicking(), IDS, 6, "text")
+    assert rows.values.tolist() == [1, IDS.filler, 3] and rows.bad == {1: "column 'text' cannot be tokenised"}
+
+
+@pytest.mark.parametrize("column", [pa.array([[], None]), pa.nulls(2)], ids=["empty lists", "nulls"])
+def test_a_file_without_a_single_value_costs_its_rows_alone(tmp_path: Path, column: Any) -> None:
+    found, _ = rows_of(source_of(tmp_path, {"text": column}))
+    assert found[1] == "column 'text' is null" and found[0] in ("column 'text' is empty", "column 'text' is null")
+
+
+def test_lists_are_not_cut(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="`truncate` with a `tokenizer` only"):
+        source_of(tmp_path, {"text": [[1]]}, truncate=True)
