@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
+import threading
 import traceback
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -298,7 +299,9 @@ class Scorer:
             pool.close(wait=False)
             for part in reading:
                 if not part.cancel() and not part.done():
-                    leave_behind(part.done)
+                    ended = threading.Event()  # `part.done` would keep what was read
+                    part.add_done_callback(lambda _, ended=ended: ended.set())  # type: ignore[misc]
+                    leave_behind(ended.is_set)
         return stats
 
     def _close_shard(self, shard: _OpenShard, to: Destination) -> Receipt:

@@ -33,7 +33,8 @@ def list_assets(folder: Path) -> subprocess.CompletedProcess[str]:
 @pytest.fixture
 def own_project(tmp_path: Path) -> Path:
     """Every file is a code block of the README."""
-    (model,), (settings,) = blocks("yaml"), blocks("toml")
+    (settings,) = blocks("toml")
+    (model,) = (block for block in blocks("yaml") if "type: inference_dags.InferencePipeline" in block)
     (definitions,) = (block for block in blocks("python") if "shared_resources" in block)
     churn = tmp_path / "my_project" / "defs" / "churn"
     churn.mkdir(parents=True)

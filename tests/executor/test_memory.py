@@ -198,7 +198,7 @@ UNBOUNDED = {"nbytes_per_shard": 1 << 40}
 @pytest.mark.parametrize(
     ("land", "settings", "bounded"),
     [
-        pytest.param(land_arrays, None, True, id="arrays"),
+        pytest.param(land_arrays, None, True, id="arrays", marks=pytest.mark.slow),
         pytest.param(land_tables, {}, True, id="tables"),
         pytest.param(land_tables, UNBOUNDED, False, id="tables cut by rows alone", marks=pytest.mark.slow),
     ],

@@ -97,6 +97,7 @@ def test_credit_runs_and_a_peer_that_is_not_installed_is_named(tmp_path: Path) -
     assert {one["name"] for one in report["entrants"]} | set(report["not_run"]) == {"ours", "ray"}
 
 
+@pytest.mark.slow
 def test_scale_compares_files_and_shards_of_the_same_rows(tmp_path: Path) -> None:
     report = report_of(tmp_path, "scale")
     assert report["not_run"] == {}
