@@ -251,7 +251,7 @@ class Scorer:
     ) -> RunStats:
         """Score `tasks` and add each one's receipt to `receipts` as it is finished."""
         provenance = Provenance(self.plan.model_digest, self.plan.engine_digest, to.attempt.run_id)
-        opened: deque[_OpenShard] = deque()
+        opened, overfull = deque[_OpenShard](), list[int]()
         pool, reading = WorkerPool(1, "open"), list[Future[tuple[int, ShardReader] | None]]()
         parts = ((number, part) for number, task in enumerate(tasks) for part in source.parts(task))
 
@@ -271,7 +271,8 @@ class Scorer:
                     writer = to.table.shard_writer(to.schema, task.index, to.attempt, provenance)
                     opened.append(shard := _OpenShard(number, task, writer))
                 shard.read += part.rows
-                if shard.read > shard.task.rows:  # it counts as complete with the last of those that it should have
+                if shard.read > shard.task.rows:  # it counted as complete with the last of those that it should have
+                    overfull.append(shard.task.index)
                     shard.check_rows()
                 yield from executor.batches(number, part)
                 del found, part  # nor does a shard's last part stay while the next is waited for
@@ -294,6 +295,10 @@ class Scorer:
         try:
             stats = executor.run(batches(), write, watch.item)
             watch("write", lambda: close_before(len(tasks)))
+        except DatasetError:
+            wrong = [receipts.pop(index) for index in overfull if index in receipts]
+            watch("look-up", lambda: to.table.receipts.withdraw(wrong))
+            raise
         finally:
             pool.submit(parts.close)  # after what it is at, and there: a file's end may hang as its reading does
             pool.close(wait=False)

@@ -1122,6 +1122,28 @@ def test_a_shard_that_reads_other_rows_than_were_counted_is_no_day(
     assert table.current_publication(DAY) is None and not receipt_of(table, 0).exists()
 
 
+def test_a_shard_whose_surplus_shows_when_it_counts_as_done_is_not_kept(
+    flights: Any, root: Path, table: PredictionTable, score: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = threading.Event()
+    write = ReceiptStore.write
+
+    def noted(store: ReceiptStore, receipt: Receipt) -> None:
+        write(store, receipt)
+        kept.set()
+
+    class Twice(CountingSource):
+        def parts(self, shard: ShardTask) -> Iterator[ShardReader]:
+            yield from super().parts(shard)
+            assert kept.wait(60)
+            yield from super().parts(shard)
+
+    monkeypatch.setattr(ReceiptStore, "write", noted)
+    with pytest.raises(DatasetError, match=r"Got 20 read, 10 scored"):
+        score(Twice(flights.source(root, rows_per_shard=10)))
+    assert table.current_publication(DAY) is None and not receipt_of(table, 0).exists()
+
+
 def test_a_shard_that_is_read_in_parts_is_one_file_with_every_row(
     served: SimpleNamespace,
     flights: Any,
