@@ -38,6 +38,7 @@ bench: .venv/installed .venv-bench/installed
 	$(BIN)/python benchmarks/credit.py $(BENCH) --fp32
 	$(BIN)/python benchmarks/tensors.py $(BENCH)
 	$(BIN)/python benchmarks/scale.py $(BENCH)
+	$(BIN)/python benchmarks/files.py $(BENCH)
 	$(BIN)/python benchmarks/images.py $(BENCH) $(if $(PHOTOS),--photos $(PHOTOS))
 	$(BIN)/python benchmarks/ct.py $(BENCH)
 	$(BIN)/python benchmarks/text.py $(BENCH)

@@ -40,7 +40,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(work: Path, args: argparse.Namespace) -> Case:
-    count, calibration = (24, 8) if args.smoke else (500, 100)
+    count, calibration = (24, 8) if args.smoke else (1000, 100)
     engine, days = engine_case(work / "photos", calibration), work / "images"
     files = photo_files(work, args.photos, days / DAY, count)
     nbytes = sum(Path(file).stat().st_size for file in files)
@@ -236,6 +236,17 @@ PIPELINED = tuple(
     {"batch": batch, "streams": streams, "threads": CORES // streams}
     for batch, streams in ((8, CORES), (16, CORES), (32, CORES), (8, 1), (16, 1), (32, 1))
 )
+OUR_SETTINGS = tuple(
+    {"batch": batch, "streams": streams, "threads": CORES // streams, "slots": slots}
+    for batch, streams, slots in (
+        (8, CORES, 3 * CORES),
+        (16, CORES, 3 * CORES),
+        (32, CORES, 3 * CORES),
+        (8, CORES, 6 * CORES),
+        (16, 1, 3),
+        (32, 1, 3),
+    )
+)
 SYNCHRONOUS = tuple({"batch": batch, "threads": threads} for threads in (CORES, 1) for batch in (8, 16, 32))
 
 DAFT = tuple({"batch": batch, "process": process} for process in (False, True) for batch in (8, 16, 32))
@@ -261,7 +272,7 @@ BENCHMARK = Benchmark(
     title="JPEGs → EfficientNet-Lite0 INT8 → table",
     prepare=prepare,
     entrants=(
-        Entrant(OURS, "score_partition", ours, "ours", PIPELINED),
+        Entrant(OURS, "score_partition", ours, "ours", OUR_SETTINGS),
         *peer("loop", "a plain loop", plain_loop, SYNCHRONOUS, "pillow", "ours"),
         *peer("data loader", "torch DataLoader, 2 workers", data_loader, SYNCHRONOUS, "pillow", "opencv", "ours"),
         *peer("threads", "a decode pool and OpenVINO's queue", threads, PIPELINED, "pillow", "opencv", "ours"),

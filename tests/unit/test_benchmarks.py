@@ -106,6 +106,12 @@ def test_scale_compares_files_and_shards_of_the_same_rows(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+def test_many_files_of_pictures_give_what_one_file_gives(tmp_path: Path) -> None:
+    report = report_of(tmp_path, "files")
+    assert [one["same_answers"] for one in report["entrants"]] == [1.0, 1.0]
+
+
+@pytest.mark.slow
 def test_ct_slices_give_peers_and_us_the_same_worklist(tmp_path: Path) -> None:
     report = report_of(tmp_path, "ct", "--only", "ours", "queue")
     assert {one["name"]: one["same_answers"] for one in report["entrants"]} == {"ours": 1.0, "queue": 1.0}
