@@ -75,8 +75,9 @@ def test_naive_min_max_int8_is_refused_and_another_recipe_serves(home: Path) -> 
 
 
 def test_scoring_without_a_plan_fails_and_says_what_to_do(tmp_path: Path) -> None:
-    landed = materialize(tmp_path, "flight_delay/flights", "--partition", "2013-09-05")
-    assert landed.returncode == 0
+    folder = tmp_path / "data" / "flights" / "2013-09-05"
+    folder.mkdir(parents=True)
+    land("2013-09-05", folder)
     refused = materialize(tmp_path, "flight_delay/predictions", "--partition", "2013-09-05")
     assert refused.returncode == 1
     assert "materialize flight_delay/benchmark and flight_delay/serving_plan" in refused.stdout + refused.stderr
@@ -85,8 +86,8 @@ def test_scoring_without_a_plan_fails_and_says_what_to_do(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("select", "more"),
     [
-        ("flight_delay/nothing", ()),
-        ("flight_delay/flights", ()),
+        pytest.param("flight_delay/nothing", (), marks=pytest.mark.slow),
+        pytest.param("flight_delay/flights", (), marks=pytest.mark.slow),
         ("flight_delay/flights", ("--partition", "2014-01-01")),
     ],
     ids=["unknown asset", "no partition", "unknown partition"],
@@ -103,8 +104,8 @@ def on_call_section() -> list[tuple[str, str]]:
 
 def test_what_the_readme_tells_an_engineer_on_call_works_as_it_stands(home: Path, tmp_path: Path) -> None:
     """Every command and every query, run in the order of the page against a table of its own."""
-    assert materialize(home, "flight_delay/flights", "--partition-range", "2013-09-02...2013-09-03").returncode == 0
-    first = materialize(home, "flight_delay/predictions", "--partition-range", "2013-09-02...2013-09-03")
+    assets = "flight_delay/flights,flight_delay/predictions"
+    first = materialize(home, assets, "--partition-range", "2013-09-02...2013-09-03")
     assert first.returncode == 0, first.stderr[-3000:]
     table = PredictionTable(home / "tables" / "flight_delay")
     day, before = "2013-09-02", table.published("2013-09-02")

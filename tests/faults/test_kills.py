@@ -55,12 +55,6 @@ def test_a_hundred_kills_from_outside(unscored: Any, uninterrupted: Any, tmp_pat
     assert tally.by_kind["group"] >= 20 and tally.by_kind["step"] >= 20
 
 
-def test_kills_from_outside(unscored: Any, uninterrupted: Any, tmp_path: Path, crashes: Any) -> None:
-    tally = crashes.soak(unscored, uninterrupted, tmp_path, seed=2, kills=1)
-    assert tally.kills >= 1
-    assert (tally.lost, tally.duplicated, tally.wrong) == (0, 0, 0)
-
-
 @pytest.mark.slow
 def test_another_model_reuses_nothing_of_a_killed_run(fresh_home: Callable[[], Any], crashes: Any) -> None:
     home = fresh_home()
