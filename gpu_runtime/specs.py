@@ -202,6 +202,11 @@ class TopK:
             raise SpecError("top-k keeps nothing", stage="spec", item="top_k", expected="k >= 1", got=str(self.k))
 
 
+Postprocess = Literal["softmax", "argmax"]
+"""Baked into the graph, over an output's classes: axis 1 of `[N, classes, …]`. Softmax keeps the shape, arg-max leaves
+int32 `[N, …]`."""
+
+
 @dataclass(frozen=True)
 class TorchSource:
     """`factory` is `module:function`; the function takes nothing and returns a `torch.nn.Module`."""
@@ -248,6 +253,7 @@ class ModelSpec:
     max_batch: int = 64
     output_ranges: Mapping[str, tuple[float | None, float | None]] = field(default_factory=dict)
     max_length: int | None = None
+    postprocess: Mapping[str, Postprocess] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "inputs", tuple(self.inputs))
@@ -293,13 +299,23 @@ class ModelSpec:
         object.__setattr__(self, "output_ranges", ranges)
         for name, bounds in ranges.items():
             TensorSpec(name, "float32", (), *bounds)  # refuses a range that holds nothing
-        if unknown := sorted(set(ranges) - set(() if self.top_k else self.outputs)):
+        ranged = set() if self.top_k else set(self.outputs) - self.postprocess.keys()
+        if unknown := sorted(ranges.keys() - ranged):
             raise SpecError(
-                "a range for what is no output of the finished graph",
+                "a range for what is no output of the finished graph, or has its own",
                 stage="spec",
                 item=f"{self.name}.{unknown[0]}",
-                expected="none: top_k brings its own" if self.top_k else ", ".join(self.outputs),
+                expected=", ".join(sorted(ranged)) or "none: top_k, softmax and argmax bring their own",
                 got=", ".join(unknown),
+            )
+        unknown = sorted(self.postprocess.keys() - set(self.outputs))
+        if unknown or (self.top_k and self.postprocess):
+            raise SpecError(
+                "cannot be post-processed",
+                stage="spec",
+                item=f"{self.name}.{(unknown or sorted(self.postprocess))[0]}",
+                expected=", ".join(self.outputs) if unknown else "top_k, which has a softmax in it, or this: not both",
+                got=", ".join(f"{name}: {kind}" for name, kind in self.postprocess.items()),
             )
         if self.top_k and len(self.outputs) != 1:
             raise SpecError(

@@ -1,4 +1,4 @@
-"""ModelSpec → ExportedModel: an ONNX graph with a dynamic batch (and length), normalisation and top-k baked in, proved.
+"""ModelSpec → ExportedModel: a graph with a dynamic batch (and length), pre- and post-processing in it, proved.
 
 An exported file is trusted only after it was opened in ONNX Runtime and `parity` held it against the module.
 """
@@ -25,6 +25,7 @@ from gpu_runtime.specs import (
     ImageNormalization,
     ModelSpec,
     OnnxSource,
+    Postprocess,
     TensorSpec,
     TopK,
     TorchSource,
@@ -37,6 +38,8 @@ from gpu_runtime.specs import (
 KIND = "onnx_model"
 OPSET = 20
 _BATCH, _LENGTH = "batch", "length"
+_ALL_OF_IT = 1.001
+"""A probability's maximum: the sum of rounded ones may pass 1."""
 
 
 @dataclass(frozen=True)
@@ -89,9 +92,7 @@ def export_model(spec: ModelSpec, store: ArtifactStore) -> ExportedModel:
         run, core_run = _open_checked(path, spec), _open_checked(core, spec)
         outputs = output_specs(run, spec)
         parity = compare(source, core_run, run, spec)
-        if spec.top_k:
-            (logits,) = core_run(synthetic_rows(spec.module_inputs(), 1, 1, proof_length(spec))).values()
-            outputs = tuple(replace(t, maximum=logits.shape[-1] - 1) if t.name == "top_index" else t for t in outputs)
+        outputs = _with_classes(outputs, core_run, spec)
         check_batching(run, spec)
         check_padding(run, spec)
         core.unlink()
@@ -316,18 +317,31 @@ def output_specs(run: Any, spec: ModelSpec) -> tuple[TensorSpec, ...]:
     return tuple(found)
 
 
+def _with_classes(outputs: tuple[TensorSpec, ...], core_run: Any, spec: ModelSpec) -> tuple[TensorSpec, ...]:
+    """With the largest index that an index output can be, which is in the graph before what was baked behind it."""
+    raw_of = {name: name for name, kind in spec.postprocess.items() if kind == "argmax"}
+    if spec.top_k:
+        raw_of = {"top_index": spec.outputs[0]}
+    if not raw_of:
+        return outputs
+    raw = core_run(synthetic_rows(spec.module_inputs(), 1, 1, proof_length(spec)))
+    return tuple(replace(t, maximum=raw[raw_of[t.name]].shape[1] - 1) if t.name in raw_of else t for t in outputs)
+
+
 def _bounds(spec: ModelSpec, output: str) -> tuple[float | None, float | None, bool]:
     """What the output can be: its minimum, its maximum, and whether a row of equal values is degenerate."""
+    if output in spec.postprocess:  # an index's maximum: see `_with_classes`
+        return (0, None, False) if spec.postprocess[output] == "argmax" else (0.0, _ALL_OF_IT, False)
     if spec.top_k is None:
         return (*spec.output_ranges.get(output, (None, None)), False)
-    if output == "top_index":  # its maximum, the last class, is in the graph before top-k
+    if output == "top_index":
         return 0, None, False
-    # The sum of rounded probabilities may pass 1. With fewer than three scores a tie can be meant.
-    return 0.0, 1.001, spec.top_k.k >= 3
+    # With fewer than three scores a tie can be meant.
+    return 0.0, _ALL_OF_IT, spec.top_k.k >= 3
 
 
 def bake(core: Path, target: Path, spec: ModelSpec) -> None:
-    """Put normalisation in front of the graph and top-k behind it."""
+    """Put normalisation in front of the graph, and behind it what makes its outputs small."""
     import onnx
 
     model = onnx.load(str(core))
@@ -338,6 +352,8 @@ def bake(core: Path, target: Path, spec: ModelSpec) -> None:
         _normalize_input(model, tensor, normalization)
     if spec.top_k:
         _append_top_k(model, spec.outputs[0], spec.top_k)
+    for output, kind in spec.postprocess.items():
+        _postprocess(model, spec, output, kind)
     try:
         onnx.checker.check_model(model, full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
@@ -461,3 +477,31 @@ def _append_top_k(model: Any, output: str, top_k: TopK) -> None:
             helper.make_tensor_value_info("top_score", TensorProto.FLOAT, [_BATCH, top_k.k]),
         ]
     )
+
+
+def _postprocess(model: Any, spec: ModelSpec, output: str, kind: Postprocess) -> None:
+    """The output `[N, classes, …]` becomes its softmax, or the index of its largest class, under the same name."""
+    from onnx import TensorProto, helper
+
+    graph, raw = model.graph, f"{output}__raw"
+    place = next(i for i, value in enumerate(graph.output) if value.name == output)
+    dims = [dim.dim_param or dim.dim_value for dim in graph.output[place].type.tensor_type.shape.dim]
+    if len(dims) < 2:
+        raise ExportError(
+            "has no classes to choose from",
+            stage="export",
+            item=f"{spec.name}.{output}",
+            expected="[N, classes, …]",
+            got=str(dims),
+            next_step="leave it out under `postprocess`",
+        )
+    for node in graph.node:
+        node.input[:] = [raw if used == output else used for used in node.input]
+        node.output[:] = [raw if made == output else made for made in node.output]
+    if kind == "softmax":
+        graph.node.append(helper.make_node("Softmax", [raw], [output], f"{output}__softmax", axis=1))
+        return
+    index = f"{output}__index"
+    graph.node.append(helper.make_node("ArgMax", [raw], [index], f"{output}__argmax", axis=1, keepdims=0))
+    graph.node.append(helper.make_node("Cast", [index], [output], f"{output}__cast", to=TensorProto.INT32))
+    graph.output[place].CopyFrom(helper.make_tensor_value_info(output, TensorProto.INT32, [dims[0], *dims[2:]]))

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu_runtime.errors import ExportError
-from gpu_runtime.specs import ImageNormalization, ModelSpec, padded_rows, synthetic_rows
+from gpu_runtime.specs import ImageNormalization, ModelSpec, Postprocess, padded_rows, synthetic_rows
 
 Run = Callable[[Mapping[str, npt.NDArray[Any]]], Mapping[str, npt.NDArray[Any]]]
 
@@ -59,15 +59,30 @@ def compare(reference: Run, core: Run, baked: Run, spec: ModelSpec) -> ParityRep
     _demand(worst, spec, "the graph and the model disagree", "the model's own outputs")
     final = baked(raw)
     if spec.top_k:
-        k, logits = spec.top_k.k, np.asarray(got[spec.outputs[0]], np.float64)
-        probability = np.exp(logits - logits.max(-1, keepdims=True))
-        probability /= probability.sum(-1, keepdims=True)
-        scores = -np.sort(-probability, axis=-1)[:, :k]
+        scores = -np.sort(-_softmax(got[spec.outputs[0]]), axis=1)[:, : spec.top_k.k]
         drift = _difference(scores, final["top_score"])
     else:
-        drift = max(_difference(got[name], final[name]) for name in spec.outputs)
-    _demand(drift, spec, "normalisation or top-k in the graph changes the result", "the same scores as outside it")
+        drift = max(_drift(got[name], final[name], spec.postprocess.get(name)) for name in spec.outputs)
+    _demand(drift, spec, "what was baked into the graph changes the result", "the same scores as outside it")
     return ParityReport(rows, float(max(worst, drift)))
+
+
+def _softmax(logits: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    """Over axis 1."""
+    raw = np.asarray(logits, np.float64)
+    powers = np.exp(raw - raw.max(1, keepdims=True))
+    return np.asarray(powers / powers.sum(1, keepdims=True))
+
+
+def _drift(raw: npt.NDArray[Any], final: npt.NDArray[Any], kind: Postprocess | None) -> float:
+    """How far the finished output is from what numpy makes of the bare one; near a tie arg-max may take either."""
+    if kind is None:
+        return _difference(raw, final)
+    if kind == "softmax":
+        return _difference(_softmax(raw), final)
+    if final.shape != (raw.shape[0], *raw.shape[2:]):
+        return float("inf")
+    return _difference(raw.max(1), np.take_along_axis(raw, final[:, None].astype(np.int64), 1)[:, 0])
 
 
 def check_batching(run: Run, spec: ModelSpec) -> None:

@@ -17,7 +17,16 @@ from gpu_runtime.errors import SpecError
 from gpu_runtime.quality.gate import GatePolicy, Metric
 from gpu_runtime.quantize.int8 import Int8Recipe
 from gpu_runtime.scoring import ScoringPolicy
-from gpu_runtime.specs import Dtype, ImageNormalization, ModelSpec, OnnxSource, TensorSpec, TopK, TorchSource
+from gpu_runtime.specs import (
+    Dtype,
+    ImageNormalization,
+    ModelSpec,
+    OnnxSource,
+    Postprocess,
+    TensorSpec,
+    TopK,
+    TorchSource,
+)
 from inference_dags.pipeline import Pipeline, RowsFrom, days_between
 
 
@@ -61,6 +70,7 @@ class ModelSettings(Settings):
     outputs: list[str]
     normalize: dict[str, NormalizationSettings] = Field(default={})
     top_k: int | None = None
+    postprocess: dict[str, Postprocess] = Field(default={})
     max_batch: int = 64
     max_length: int | None = None
     output_ranges: dict[str, RangeSettings] = Field(default={})
@@ -240,6 +250,7 @@ def _model_spec(folder: Path, model: ModelSettings) -> ModelSpec:
         outputs=tuple(model.outputs),
         normalize={name: ImageNormalization(tuple(one.mean), tuple(one.std)) for name, one in model.normalize.items()},
         top_k=TopK(model.top_k) if model.top_k else None,
+        postprocess=model.postprocess,
         max_batch=model.max_batch,
         max_length=model.max_length,
         output_ranges={name: (one.minimum, one.maximum) for name, one in model.output_ranges.items()},

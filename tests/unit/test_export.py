@@ -278,6 +278,36 @@ def test_baked_normalisation_and_top_k_equal_numpy(store: ArtifactStore, image_s
     assert score.maximum is not None and 1 < score.maximum < 1.01, "rounding may pass 1"
 
 
+@pytest.mark.parametrize("shape", [(5,), (5, 2, 3)], ids=["a class a row", "a class a pixel"])
+@pytest.mark.parametrize("kind", ["softmax", "argmax"])
+def test_baked_softmax_and_argmax_equal_numpy(
+    store: ArtifactStore, make_graph: Any, tmp_path: Path, kind: Any, shape: tuple[int, ...]
+) -> None:
+    x, logits = TensorSpec("x", "float32", shape), TensorSpec("classes", "float32", shape)
+    path = make_graph(tmp_path / "m.onnx", [node("Neg", ["x"], ["classes"])], {}, [x], [logits])
+    source = OnnxSource(str(path))
+    spec = ModelSpec("m", "1", source, (x,), ("classes",), postprocess={"classes": kind}, max_batch=4)
+    graph = export_model(spec, store).graph()
+    rows = np.random.default_rng(0).standard_normal((4, *shape)).astype(np.float32)
+    got = ReferenceSession(graph.path)({"x": rows})["classes"]
+    if kind == "argmax":
+        np.testing.assert_array_equal(got, (-rows).argmax(axis=1))
+        assert graph.outputs == (TensorSpec("classes", "int32", shape[1:], 0, 4),)
+    else:
+        powers = np.exp(-rows)
+        np.testing.assert_allclose(got, powers / powers.sum(axis=1, keepdims=True), rtol=1e-5)
+        (made,) = graph.outputs
+        assert (made.shape, made.minimum) == (shape, 0) and made.maximum is not None and 1 < made.maximum < 1.01
+
+
+def test_a_score_without_classes_has_no_argmax(store: ArtifactStore, make_graph: Any, tmp_path: Path) -> None:
+    x, score = TensorSpec("x", "float32", ()), TensorSpec("score", "float32", ())
+    path = make_graph(tmp_path / "m.onnx", [node("Neg", ["x"], ["score"])], {}, [x], [score])
+    spec = ModelSpec("m", "1", OnnxSource(str(path)), (x,), ("score",), postprocess={"score": "argmax"})
+    with pytest.raises(ExportError, match="has no classes to choose from"):
+        export_model(spec, store)
+
+
 def test_the_reference_normalisation_is_the_formula() -> None:
     pixels = np.random.default_rng(4).integers(0, 256, (2, 4, 6, 3)).astype(np.uint8)
     made = normalized(pixels, NORMALIZATION)

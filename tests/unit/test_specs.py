@@ -59,6 +59,9 @@ def model(**changes: Any) -> ModelSpec:
         lambda: model(output_ranges={"scores": (0, 1)}),
         lambda: model(output_ranges={"pixels": (0, 1)}),
         lambda: model(output_ranges={"logits": (0, 1)}, top_k=TopK(1)),
+        lambda: model(output_ranges={"logits": (0, 1)}, postprocess={"logits": "softmax"}),
+        lambda: model(postprocess={"other": "softmax"}),
+        lambda: model(postprocess={"logits": "argmax"}, top_k=TopK(1)),
         lambda: model(output_ranges={"logits": (1, 0)}),
     ],
 )
@@ -79,6 +82,7 @@ def test_a_digest_does_not_depend_on_key_order_or_on_tuple_and_list() -> None:
         {"outputs": ("scores",)},
         {"normalize": {"pixels": RGB}},
         {"top_k": TopK(2)},
+        {"postprocess": {"logits": "softmax"}},
         {"output_ranges": {"logits": (None, 1)}},
         {"source": OnnxSource("other.onnx")},
         {"source": TorchSource("m:onnx")},
