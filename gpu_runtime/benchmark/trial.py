@@ -68,9 +68,7 @@ def run_trials(
         for slots in ((2, 3) if objective.keeps(larger) else (2,))
         for workers in powers_of_two(usable_cores())
     ]
-    # As many batches for each layout, so that filling and draining the ring costs all alike.
-    cuts = sum(len(list(batching.cut(reader.rows, reader.lengths))) for reader in readers)
-    batches = max(4 * streams, round(trial_s * measured.rows_per_s * cuts / sum(reader.rows for reader in readers)))
+    batches = 0
     found: dict[tuple[int, int], list[tuple[float, float]]] = {layout: [] for layout in layouts}
     with get_backend(file.backend).load(file, device, EngineOptions(streams, setting.threads)) as engine:
         for _ in range(rounds):
@@ -84,8 +82,11 @@ def run_trials(
                     slots=slots,
                     decode_workers=workers,
                 ) as executor:
-                    executor.run(_cut(executor, readers, slots), lambda scored: None)  # touches memory, starts threads
-                    stats = executor.run(_cut(executor, readers, batches), lambda scored: None)
+                    # Touches memory, starts threads, and tells how many batches take that long: as many for each layout,
+                    # so that filling and draining the ring costs all alike.
+                    warm = executor.run(some_batches(executor, readers, 4 * streams), lambda scored: None)
+                    batches = batches or max(4 * streams, round(trial_s * warm.batches / warm.wall_s))
+                    stats = executor.run(some_batches(executor, readers, batches), lambda scored: None)
                 found[slots, workers].append((stats.rows_per_s, stats.cpu_s / stats.rows))
     medians = {layout: np.median(rates, axis=0) for layout, rates in found.items()}
     return [Trial(setting, *layout, float(rate), float(cpu), rounds) for layout, (rate, cpu) in medians.items()]
@@ -102,7 +103,8 @@ def powers_of_two(most: int) -> list[int]:
     return [*itertools.takewhile(lambda n: n < most, (2**i for i in itertools.count())), most]
 
 
-def _cut(executor: StreamExecutor, readers: Sequence[ShardReader], count: int) -> Iterator[Batch]:
-    """`count` batches, from the shards in turn, again and again."""
-    batches = (batch for reader in itertools.cycle(readers) for batch in executor.batches(0, reader))
-    return itertools.islice(batches, count)
+def some_batches(executor: StreamExecutor, readers: Sequence[ShardReader], count: int) -> Iterator[Batch]:
+    """`count` batches, spread evenly over all of the shards': where rows differ in length, the longest come first."""
+    batches = [batch for reader in readers for batch in executor.batches(0, reader)]
+    places = np.linspace(0, len(batches), count, endpoint=False) if count < len(batches) else np.arange(count)
+    return (batches[int(place) % len(batches)] for place in places)

@@ -48,6 +48,11 @@ class Batching:
         """All that the engine may meet."""
         return tuple(self.shape(length) for length in self.lengths) or (self.shape(None),)
 
+    @property
+    def shortest(self) -> BatchShape:
+        """The least that can be asked of the engine."""
+        return BatchShape(1, self.lengths[0]) if self.lengths else self.shape(None)
+
     def shape(self, longest: int | None) -> BatchShape:
         """That of a batch whose longest row has `longest` elements."""
         if longest is None:

@@ -81,7 +81,8 @@ class Rescue:
 
     `run` does the given rows and keeps their results, or raises. `by` names what fails, for reasons; `item` what it
     belongs to, for errors. With a `ceiling`, `run` is never given more rows of `length` than that; without one, out of
-    memory ends the run. `between_parts` is called before each `run`.
+    memory ends the run. `shorter_fit` tells, where rows differ in length, whether the device has room for shorter ones.
+    `between_parts` is called before each `run`.
     """
 
     run: Callable[[Sequence[int]], None]
@@ -90,6 +91,7 @@ class Rescue:
     item: str
     ceiling: BatchCeiling | None = None
     length: int | None = None
+    shorter_fit: Callable[[], bool] = lambda: False
     between_parts: Callable[[], None] = lambda: None
 
     def rows(self, rows: Sequence[int]) -> list[RowFailure]:
@@ -119,6 +121,9 @@ class Rescue:
                 raise DeviceError(
                     "out of memory", stage=self.stage, item=self.item, next_step="free memory, and run again"
                 ) from error
+            if tried.rows <= 1 and tried.length is not None and self.shorter_fit():
+                reason = "the device has no memory for a row of this length"
+                return [RowFailure(row, self.stage, reason, type(error).__name__) for row in rows]
             self.ceiling.halve(tried, self.item, error)
             return self.rows(rows)
         if isinstance(error, InferenceError):

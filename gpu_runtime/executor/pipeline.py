@@ -19,7 +19,8 @@ Failure contract:
      fail, twice; those are reported, the rest kept. An engine that then fails on harmless values, too, is broken:
      the run ends with `DeviceError`.
   4. Out of memory is no row's fault: the batch is tried again once the others are done, then halved until it fits,
-     and no later batch is larger. A single row that does not fit ends the run with `DeviceError`.
+     and no later batch is larger. A single row that does not fit ends the run with `DeviceError`; where rows differ in
+     length and a shorter one fits, it is reported.
   5. A row whose output is not finite, or not one that the output can be, is reported, not returned as scored.
   6. A source that raises, a decoder that raises an error of this package or has no memory, or `write` that
      raises, ends the run with that error. Batches already written stay written; no later batch is written.
@@ -531,6 +532,7 @@ class _Run:
             executor.engine.file.key,
             executor.ceiling,
             length,
+            shorter_fit=lambda: self._harmless(flight, executor.ceiling.batching.shortest) is None,
             between_parts=lambda: self._progress("compute"),
         )
         again = isinstance(error, _OversizedError)
@@ -547,12 +549,9 @@ class _Run:
 
     def _check_engine(self, flight: _Flight, error: Exception) -> None:
         """An engine that fails on harmless values, too, is broken: then no row is to blame."""
-        flight.shape = self._executor.ceiling.shape(flight.batch.length)
-        flight.slot.fill_holes(range(flight.shape.rows), flight.batch.length)
-        self._executor._queue(flight)
-        try:
-            flight.finish()
-        except Exception:
+        found = self._harmless(flight, self._executor.ceiling.shape(flight.batch.length))
+        # Where only shorter rows fit, no value of that length is harmless.
+        if found is not None and not (flight.batch.length is not None and is_out_of_memory(found)):
             raise DeviceError(
                 "the engine fails on harmless values, too",
                 stage="execute",
@@ -561,6 +560,17 @@ class _Run:
                 next_step="look at the device, and run again; if it stays so, materialize engine, benchmark and "
                 "serving_plan again. No row is to blame",
             ) from error
+
+    def _harmless(self, flight: _Flight, shape: BatchShape) -> Exception | None:
+        """What the engine raises for harmless values in that shape."""
+        flight.shape = shape
+        flight.slot.fill_holes(range(flight.shape.rows), flight.shape.length)
+        self._executor._queue(flight)
+        try:
+            flight.finish()
+        except Exception as error:
+            return error
+        return None
 
     def _settle(self, threads: list[threading.Thread]) -> None:
         """A thread of its own, so that its waits can be given up: once the run ends, wait until no thread, no piece

@@ -15,6 +15,7 @@ from gpu_runtime.datasets.batching import longest_first
 from gpu_runtime.datasets.partition import RowFailure
 from gpu_runtime.device.host import HostDevice, cpu_class
 from gpu_runtime.device.simulated import SimulatedDevice
+from gpu_runtime.errors import DeviceError
 from gpu_runtime.executor.pipeline import ScoredBatch, StreamExecutor
 from gpu_runtime.specs import TensorSpec
 
@@ -159,6 +160,27 @@ def test_out_of_memory_lowers_the_budget_of_all_lengths(device: Any) -> None:
     assert told == [12] and executor.batch == 12
     ran = {shape for shape in engine.shapes if shape[0] * shape[1] <= 12}
     assert ran == {(1, 12), (2, 5), (6, 2)}
+
+
+def test_a_row_too_long_for_the_device_is_reported_where_shorter_ones_fit(device: Any) -> None:
+    lengths = [5, 12, 2, 12, 4]
+
+    def room_for_five(ids: Any) -> None:
+        if ids.shape[1] > 5:
+            raise MemoryError
+
+    written, stats, _ = run(Summing(room_for_five), device, lengths)
+    reason = "the device has no memory for a row of this length"
+    assert written.failed == {1: reason, 3: reason} and stats.rows == 5
+    assert written.found == {row: total for row, total in expected(lengths).items() if row not in (1, 3)}
+
+
+def test_a_device_without_room_for_the_shortest_row_ends_the_run(device: Any) -> None:
+    def no_room(ids: Any) -> None:
+        raise MemoryError
+
+    with pytest.raises(DeviceError, match="out of memory while running a single row"):
+        run(Summing(no_room), device, [12, 2])
 
 
 def test_an_executor_wants_lengths_that_end_with_the_engines_longest() -> None:

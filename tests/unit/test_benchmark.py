@@ -31,7 +31,7 @@ from gpu_runtime.benchmark.report import (
     table_rows,
     trial_rows,
 )
-from gpu_runtime.benchmark.trial import Feed, powers_of_two, run_trials
+from gpu_runtime.benchmark.trial import Feed, powers_of_two, run_trials, some_batches
 from gpu_runtime.datasets.sample import RowSample
 from gpu_runtime.device.host import HostDevice, cpu_class, usable_cores
 from gpu_runtime.errors import GateError
@@ -290,6 +290,12 @@ def test_a_third_slot_is_tried_only_where_the_memory_bound_has_room_for_it(
         with HostDevice() as device:
             trials = run_trials(file, measured, objective, device, readers, rounds=1, trial_s=0.001)
         assert {one.slots for one in trials} == slots
+
+
+@pytest.mark.parametrize(("count", "taken"), [(3, ["a", "c", "e"]), (8, ["a", "b", "c", "d", "e", "f", "a", "b"])])
+def test_a_trial_takes_batches_from_all_over_its_shards(count: int, taken: list[str]) -> None:
+    executor: Any = SimpleNamespace(batches=lambda shard, reader: iter(reader))
+    assert list(some_batches(executor, ["abcd", "ef"], count)) == taken  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize(
