@@ -83,10 +83,21 @@ class LoadedSetting:
         self.memory_mib = None if before is None or after is None else max(0.0, after - before)
 
     def _warm_up(self, file: EngineFile, sample: RowSample) -> None:
-        """Fill the slots and run each twice: that allocates memory and chooses kernels."""
+        """Fill the slots and run each twice: that allocates memory and chooses kernels. Before that rows of the longest
+        length, which the sample may not have: what cannot run them must show here, not at night."""
         setting, device, self._rows = self.setting, self._device, 0
+        batching = setting.batching(file)
         contexts = [(self._engine.create_context(), device.stream()) for _ in range(setting.streams)]
-        for i, (shape, rows, count) in enumerate(_batches(sample, setting.batching(file), 2 * setting.streams)):
+        longest = batching.shapes[-1]
+        for context, stream in contexts if sample.lengths is not None else ():
+            slot = allocate_slot(file, device, [longest], context, stream)
+            slot.fill_holes(range(longest.rows), longest.length)
+            for tensor in slot.inputs:
+                device.copy_in(tensor.staging, tensor.buffer, tensor.staging.nbytes, stream)
+            slot.enqueue(device, longest)
+            stream.record(slot.computed)
+            slot.computed.synchronize()
+        for i, (shape, rows, count) in enumerate(_batches(sample, batching, 2 * setting.streams)):
             slot = allocate_slot(file, device, [shape], *contexts[i % len(contexts)])
             for tensor in slot.inputs:
                 values = rows[tensor.spec.name]

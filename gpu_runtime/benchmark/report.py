@@ -24,6 +24,7 @@ from gpu_runtime.datasets.sample import RowSample
 from gpu_runtime.device.host import usable_cores
 from gpu_runtime.device.protocol import Device, DeviceClass
 from gpu_runtime.errors import GateError, InferenceError, SpecError
+from gpu_runtime.executor.failures import is_out_of_memory
 from gpu_runtime.executor.slots import allocate_slot
 from gpu_runtime.quality.gate import GatePolicy, Verdict, judge_accuracy, judge_speed
 from gpu_runtime.specs import Graph, ModelSpec, digest_of
@@ -33,6 +34,10 @@ _LENGTHS = 32
 """What rows that differ in length are padded to: so many lengths, chosen for the gate's rows."""
 
 
+_NO_MEMORY = "the device has no memory for it at any setting of the sweep"
+_GATE_ELEMENTS = 4096
+"""Rows × length that the gate gives an engine at once, where rows differ in length."""
+
 _NEAR = 2.0
 """Times the bound: a probe's p99 is the slowest of a few batches, and one pause of the machine doubles it."""
 
@@ -40,7 +45,8 @@ _NEAR = 2.0
 @dataclass(frozen=True)
 class Sweep:
     """What is tried: every batch size with 1, 2, 4 … streams up to the cores, which they share out as threads. Where
-    rows differ in length it is `budgets` instead, each the most elements (rows × length) of a batch. Each
+    rows differ in length it is `budgets` instead, each the most elements (rows × length) of a batch, and what one row
+    of the longest takes, if that is more. Each
     setting gets one short round of `probe_s`; of each engine those that serve the objective best, `finalists` many,
     are then measured against each other in interleaved rounds of `round_s`. The best of all is tried end to end,
     `trial_rounds` times `trial_s` for each number of slots and decode workers; never, if `trial_rounds` is 0."""
@@ -63,11 +69,10 @@ class Sweep:
 
     def settings(self, engine: EngineFile, lengths: tuple[int, ...] = ()) -> list[Setting]:
         cores, longest = usable_cores(), lengths[-1] if lengths else 1
+        tried = (*self.budgets, max(longest, *self.budgets)) if lengths else self.batches
         return [
             Setting(engine.key, batch, streams, cores // streams, lengths)
-            for batch in dict.fromkeys(
-                min(batch, engine.max_batch * longest) for batch in (self.budgets if lengths else self.batches)
-            )
+            for batch in dict.fromkeys(min(batch, engine.max_batch * longest) for batch in tried)
             for streams in powers_of_two(cores)
         ]
 
@@ -249,6 +254,7 @@ def run_benchmark(
     # A refused engine never serves; it is timed all the same, so that the table shows what it would have bought.
     runnable = [file for key, file in engines.engines.items() if key in values]
     probes, measured = _sweep(runnable, sweep, objective, device, gate_rows)
+    verdicts |= {key: Verdict(False, (_NO_MEMORY,)) for key, found in probes.items() if not found}
     baseline = max(
         (m.rows_per_s for k, ms in measured.items() if engines.engines[k].precision == "fp32" for m in ms),
         default=float("nan"),
@@ -309,17 +315,18 @@ def _sweep(
     """Probe every setting of every engine, then hold the best of each against each other.
 
     A probe is short, and what just keeps a bound in it may not in the longer rounds, or the other way round: then the
-    engine's next ones that came near it follow, until one does.
+    engine's next ones that came near it follow, until one does. A setting that does not fit in the device's memory is
+    left out.
     """
     engines = {file.key: file for file in files}
-    probes = {
-        file.key: [
-            # One at a time: a sweep of a large model must not hold all its copies in memory.
-            measure(engines, [setting], device, rows, rounds=1, round_s=sweep.probe_s)[0]
-            for setting in sweep.settings(file, _lengths(file, rows))
-        ]
-        for file in files
-    }
+    probes: dict[str, list[Measurement]] = {file.key: [] for file in files}
+    for file in files:
+        for setting in sweep.settings(file, _lengths(file, rows)):
+            try:  # one at a time: a sweep of a large model must not hold all its copies in memory
+                probes[file.key] += measure(engines, [setting], device, rows, rounds=1, round_s=sweep.probe_s)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
     waiting = {key: objective.ranked(found) for key, found in probes.items()}
     measured: dict[str, list[Measurement]] = {key: [] for key in probes}
     next_ones = [probe for ranked in waiting.values() for probe in ranked[: sweep.finalists]]
@@ -367,7 +374,7 @@ def run_rows(file: EngineFile, device: Device, sample: RowSample, output: str) -
         engine = stack.enter_context(get_backend(file.backend).load(file, device, EngineOptions(1, usable_cores())))
         stream = device.stream()
         stack.callback(stream.close)
-        batching = Batching(batch * (file.max_length or 1), batch, _lengths(file, sample))
+        batching = Batching(_GATE_ELEMENTS if file.max_length else batch, batch, _lengths(file, sample))
         slot = allocate_slot(file, device, batching.shapes, engine.create_context(), stream)
         for start, stop, length in batching.cut(sample.rows, sample.lengths):
             rows, count, shape = sample.part(start, stop, length), stop - start, batching.shape(length)

@@ -82,8 +82,8 @@ def run_trials(
                     slots=slots,
                     decode_workers=workers,
                 ) as executor:
-                    # Touches memory, starts threads, and tells how many batches take that long: as many for each layout,
-                    # so that filling and draining the ring costs all alike.
+                    # Touches memory, starts threads, and tells how many batches take that long: as many for each
+                    # layout, so that filling and draining the ring costs all alike.
                     warm = executor.run(some_batches(executor, readers, 4 * streams), lambda scored: None)
                     batches = batches or max(4 * streams, round(trial_s * warm.batches / warm.wall_s))
                     stats = executor.run(some_batches(executor, readers, batches), lambda scored: None)

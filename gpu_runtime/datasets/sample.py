@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gpu_runtime.datasets.batching import longest_first
+from gpu_runtime.datasets.batching import Batching, longest_first
 from gpu_runtime.datasets.partition import ShardReader, Source, read_rows
 from gpu_runtime.device.host import usable_cores
 from gpu_runtime.errors import DatasetError
@@ -18,6 +18,7 @@ from gpu_runtime.specs import LENGTH, TensorSpec, digest_of, padded_rows
 
 _MAX_SHARDS = 128  # a sample of a large set reads this many shards at most
 _TRIES = 20  # times the rows that are wanted of it: where hardly one is usable, no sample is worth the night
+_ELEMENTS = 4096  # rows × length of a batch
 _WHOLE_NBYTES = 256 << 20  # a shard that takes more in memory is read row by row, and no more of it than is drawn
 
 
@@ -47,9 +48,11 @@ class RowSample:
         return rows
 
     def batches(self, size: int) -> Iterator[dict[str, npt.NDArray[Any]]]:
-        """Of `size` rows each, padded to their longest."""
-        for start in range(0, self.rows, size):
-            yield self.part(start, start + size, None if self.lengths is None else int(self.lengths[start]))
+        """Of `size` rows each; where they differ in length, padded to their longest, and fewer of long ones."""
+        known = () if self.lengths is None else tuple(int(n) for n in np.unique(self.lengths))
+        batching = Batching(_ELEMENTS if known else size, size, known)
+        for start, stop, length in batching.cut(self.rows, self.lengths):
+            yield self.part(start, stop, length)
 
 
 def sample_digest(source: Source, days: Sequence[str], rows: int, seed: int) -> str:

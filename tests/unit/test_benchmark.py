@@ -292,6 +292,32 @@ def test_a_third_slot_is_tried_only_where_the_memory_bound_has_room_for_it(
         assert {one.slots for one in trials} == slots
 
 
+def test_a_setting_that_does_not_fit_in_memory_is_left_out_and_an_engine_without_one_is_refused(
+    served: SimpleNamespace, engines: EngineSet, gate_rows: RowSample, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def with_little_room(files: Any, settings: Any, *given: Any, **more: Any) -> list[Measurement]:
+        if any(one.batch > 1 or one.engine.startswith("openvino") for one in settings):
+            raise RuntimeError("std::bad_alloc")
+        return measure(files, settings, *given, **more)
+
+    monkeypatch.setattr(report_module, "measure", with_little_room)
+    with HostDevice() as device:
+        report = run_benchmark(
+            served.spec,
+            "declared",
+            engines,
+            served.exported.graph(),
+            gate_rows,
+            POLICY,
+            replace(QUICK, trial_rounds=0),
+            device,
+            served.store,
+        )
+    fits, does_not = (next(r for r in report.results if r.engine == f"{b}:fp32") for b in ("onnxruntime", "openvino"))
+    assert fits.verdict.passed and {one.setting.batch for one in fits.tried} == {1}
+    assert not does_not.verdict.passed and not does_not.tried and "has no memory for it" in does_not.verdict.reasons[0]
+
+
 @pytest.mark.parametrize(("count", "taken"), [(3, ["a", "c", "e"]), (8, ["a", "b", "c", "d", "e", "f", "a", "b"])])
 def test_a_trial_takes_batches_from_all_over_its_shards(count: int, taken: list[str]) -> None:
     executor: Any = SimpleNamespace(batches=lambda shard, reader: iter(reader))

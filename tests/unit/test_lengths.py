@@ -17,8 +17,11 @@ from deltalake import DeltaTable
 
 from gpu_runtime.artifacts import ArtifactStore
 from gpu_runtime.backends.engine_set import build_engines
+from gpu_runtime.backends.onnxruntime_backend import OnnxRuntimeContext
+from gpu_runtime.benchmark.measure import Setting, measure
 from gpu_runtime.benchmark.report import Sweep, run_benchmark, run_rows
 from gpu_runtime.benchmark.trial import Feed
+from gpu_runtime.datasets import sample as sample_module
 from gpu_runtime.datasets.batching import Batching
 from gpu_runtime.datasets.parquet import ParquetSource
 from gpu_runtime.datasets.sample import sample_rows
@@ -193,6 +196,39 @@ def test_the_gate_sees_each_row_as_the_reference_does(served_bag: Any, source: P
         found = run_rows(engine, device, sample, "vector")
     alone = [expected(ids[:length].tolist()) for ids, length in zip(sample.inputs["ids"], sample.lengths, strict=True)]
     np.testing.assert_allclose(found, alone, atol=1e-5)
+
+
+def test_what_cannot_run_the_longest_row_fails_before_the_night(
+    served_bag: Any, source: ParquetSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sample = sample_rows(source, [DAY], 40, 0)
+    assert sample.lengths is not None
+    short = int(np.flatnonzero(sample.lengths < 9)[0])
+    rows = replace(
+        sample,
+        inputs={name: values[short:, :8] for name, values in sample.inputs.items()},
+        lengths=sample.lengths[short:],
+    )
+    run: list[int] = []
+    enqueue = OnnxRuntimeContext.enqueue
+
+    def noted(context: Any, inputs: Any, *given: Any) -> None:
+        run.append(inputs["ids"].shape[1])
+        enqueue(context, inputs, *given)
+
+    monkeypatch.setattr(OnnxRuntimeContext, "enqueue", noted)
+    file = served_bag.engines.engines["onnxruntime:fp32"]
+    with HostDevice() as device:
+        measure({file.key: file}, [Setting(file.key, 32, 1, 1, (4, 8, 16))], device, rows, rounds=1, round_s=0.001)
+    assert run[0] == 16 and set(run[1:]) <= {4, 8}
+
+
+def test_long_rows_are_given_to_the_gate_a_few_at_a_time(source: ParquetSource, monkeypatch: Any) -> None:
+    monkeypatch.setattr(sample_module, "_ELEMENTS", 24)
+    sample = sample_rows(source, [DAY], 40, 0)
+    shapes = [batch["ids"].shape for batch in sample.batches(4)]
+    assert sum(rows for rows, _ in shapes) == sample.rows and max(rows for rows, _ in shapes) == 4
+    assert all(rows * length <= 24 or rows == 1 for rows, length in shapes)
 
 
 def test_the_benchmark_finds_a_budget_and_lengths_and_the_plan_scores_with_them(
