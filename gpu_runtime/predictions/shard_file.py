@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from gpu_runtime.predictions.storage import FileWriter, Folder
 from gpu_runtime.specs import TensorSpec, digest_of
 
 _ROWS_PER_GROUP = 65_536
+_NBYTES_PER_GROUP = 128 << 20
+"""Of outputs: a group is held in memory until it is written, and a list's offsets have 31 bits."""
 _BUFFER_NBYTES = 1 << 20
 _PROVENANCE = ("model_digest", "engine_digest", "run_id")
 _REPEATED = ("source_file", *_PROVENANCE)
@@ -118,6 +121,8 @@ class ShardWriter:
         self.file = shard_file(day, shard, attempt)
         self.rows = 0
         self._arrow = _in_memory(schema)
+        row_nbytes = sum(_stored(spec).itemsize * math.prod(spec.shape) for spec in schema.outputs)
+        self._rows_per_group = max(1, min(_ROWS_PER_GROUP, _NBYTES_PER_GROUP // max(1, row_nbytes)))
         self._file: FileWriter | None = None
         self._buffer: Any = None
         self._writer: Any = None
@@ -136,7 +141,7 @@ class ShardWriter:
         self.rows += origins.num_rows
         if places is not None:
             self._places.append(places)
-        elif self._pending_rows >= _ROWS_PER_GROUP:
+        elif self._pending_rows >= self._rows_per_group:
             self._flush()
 
     def finish(self) -> tuple[int, str]:
@@ -168,21 +173,31 @@ class ShardWriter:
             )
         if not self._pending_rows:
             return
-        columns: list[Any] = list(pa.Table.from_batches(self._origins).columns)
-        for spec in self._schema.outputs:
-            values = np.concatenate(self._outputs[spec.name])
-            columns.append(_column(values, pa.array(values.ravel())))
-            names = self._schema.class_names.get(spec.name)
-            if names is not None:
-                columns.append(_column(values, pa.array(names, pa.string()).take(pa.array(values.ravel()))))
-            self._outputs[spec.name].clear()
-        columns += [repeated(getattr(self._provenance, name), self._pending_rows) for name in _PROVENANCE]
-        table = pa.Table.from_arrays(columns, schema=self._arrow)
-        if self._places:
-            table = table.take(np.argsort(np.concatenate(self._places)))
-        self._writer.write_table(table, _ROWS_PER_GROUP)
-        self._origins.clear()
+        origins = pa.Table.from_batches(self._origins)
+        outputs = {name: np.concatenate(parts) for name, parts in self._outputs.items()}
+        order = np.argsort(np.concatenate(self._places)) if self._places else None
+        for start in range(0, self._pending_rows, self._rows_per_group):
+            rows = slice(start, start + self._rows_per_group)
+            if order is None:
+                self._write_group(origins[rows], {name: values[rows] for name, values in outputs.items()})
+            else:
+                some = order[rows]
+                self._write_group(origins.take(some), {name: values[some] for name, values in outputs.items()})
+        for parts in (self._origins, self._places, *self._outputs.values()):
+            parts.clear()
         self._pending_rows = 0
+
+    def _write_group(self, origins: Any, outputs: Mapping[str, Any]) -> None:
+        import pyarrow as pa
+
+        columns: list[Any] = list(origins.columns)
+        for name, values in outputs.items():
+            columns.append(_column(values, pa.array(values.ravel())))
+            class_names = self._schema.class_names.get(name)
+            if class_names is not None:
+                columns.append(_column(values, pa.array(class_names, pa.string()).take(pa.array(values.ravel()))))
+        columns += [repeated(getattr(self._provenance, name), len(origins)) for name in _PROVENANCE]
+        self._writer.write_table(pa.Table.from_arrays(columns, schema=self._arrow), len(origins))
 
 
 def _stored(spec: TensorSpec) -> np.dtype[Any]:

@@ -13,6 +13,7 @@ from typing import Any
 import deltalake
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from deltalake import DeltaTable, write_deltalake
 from deltalake.exceptions import CommitFailedError
@@ -20,9 +21,11 @@ from deltalake.exceptions import CommitFailedError
 from gpu_runtime.datasets.partition import origins_of
 from gpu_runtime.errors import PublicationConflictError, SpecError
 from gpu_runtime.faults import FaultPlan
+from gpu_runtime.predictions import shard_file
 from gpu_runtime.predictions.delta_table import PredictionTable
 from gpu_runtime.predictions.receipts import QuarantinedRow, Receipt
-from gpu_runtime.predictions.shard_file import PredictionSchema, Provenance, label_column
+from gpu_runtime.predictions.shard_file import PredictionSchema, Provenance, ShardWriter, label_column
+from gpu_runtime.predictions.storage import Folder
 from gpu_runtime.scoring import review_outputs
 from gpu_runtime.specs import TensorSpec
 
@@ -536,3 +539,24 @@ def test_an_earlier_day_whose_outputs_were_wider_is_not_compared(table: Predicti
             receipt = days.shard(table, attempt, [0.0] * 4, schema=schema, outputs=rows)
             table.publish(schema, attempt, [receipt], days.record(attempt, (receipt,), {}), None)
     assert review_outputs(table, narrow, TUESDAY).compared_with is None
+
+
+@pytest.mark.parametrize("places", [None, [4, 0, 3, 1, 2]], ids=["as they come", "held back"])
+def test_wide_rows_are_written_in_groups_of_so_many_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, places: list[int] | None
+) -> None:
+    monkeypatch.setattr(shard_file, "_NBYTES_PER_GROUP", 64)
+    schema, folder = PredictionSchema((TensorSpec("mask", "int32", (4, 2)),), {}), Folder(tmp_path)
+    writer = ShardWriter(folder, schema, "2026-01-01", 0, "attempt", Provenance("model", "engine", "run"))
+    masks = np.arange(40, dtype=np.int32).reshape(5, 4, 2)
+    for first, last in ((0, 3), (3, 5)):
+        origins = origins_of([str(row) for row in range(first, last)], "f", range(first, last))
+        writer.append(origins, {"mask": masks[first:last]}, None if places is None else np.asarray(places[first:last]))
+    writer.finish()
+    written = pq.ParquetFile(tmp_path / writer.file)
+    rows = [written.metadata.row_group(group).num_rows for group in range(written.num_row_groups)]
+    assert sum(rows) == 5 and max(rows) == 2, "a row takes 32 bytes"
+    order = np.arange(5) if places is None else np.argsort(places)
+    table = written.read()
+    assert table.column("row_key").to_pylist() == [str(row) for row in order]
+    assert table.column("mask").to_pylist() == masks[order].reshape(5, 8).tolist()
