@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from gpu_runtime.datasets.array_folder import ArrayFolderSource
 from gpu_runtime.datasets.image_folder import ImageFolderSource
 from gpu_runtime.datasets.item_folder import ItemFolderSource
 from gpu_runtime.datasets.parquet import ParquetSource
 from gpu_runtime.datasets.partition import Source, reading_of
+from gpu_runtime.errors import SpecError
 from gpu_runtime.specs import ModelSpec, digest_of
 
 _ROWS_OF_LENGTH = 100_000
 """In a shard. Rows that differ in length are scored out of order, and their results held until the shard is done."""
+
+
+_READ: Mapping[str, frozenset[str]] = {
+    "parquet": frozenset({"columns", "vocabularies", "row_key", "label", "tokenizer", "truncate"}),
+    "images": frozenset({"crop_fraction"}),
+    "arrays": frozenset(),
+}
+"""Format → the keys that it reads beside those which all formats do."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +44,20 @@ class DatasetSpec:
     tokenizer: str | None = None
     truncate: bool = False
     rows_per_shard: int | None = None
+
+    def __post_init__(self) -> None:
+        read = _READ[self.format]
+        for one in fields(self):
+            given = getattr(self, one.name)
+            if one.name in {name for names in _READ.values() for name in names} - read and given != _default(one):
+                raise SpecError(
+                    f"datasets of format {self.format} do not read it",
+                    stage="defs.yaml",
+                    item=f"dataset.{one.name}",
+                    expected=", ".join(sorted(read)) or "none of a format's own keys",
+                    got=one.name,
+                    next_step="leave it out, or name another format",
+                )
 
     def source(self, data_root: Path, model: ModelSpec) -> Source:
         """Where the model's inputs come from."""
@@ -60,6 +83,10 @@ class DatasetSpec:
             truncate=self.truncate,
             **rows,
         )
+
+
+def _default(one: Field[Any]) -> Any:
+    return one.default if one.default_factory is MISSING else one.default_factory()
 
 
 def declaration_of(model: ModelSpec, source: Source) -> str:

@@ -45,6 +45,8 @@ _NUMBER_NBYTES, _TEXT_NBYTES = 8, 32
 _BUFFER_NBYTES = 1 << 20
 _ROWS_AT_ONCE = 131_072
 """Enough to decode quickly; a multiple of most batch sizes, so that hardly a batch has to be padded."""
+_RAGGED_ROWS_AT_ONCE = 16_384
+"""Enough to find neighbours of about the same length for each of them."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,23 @@ class ParquetSource:
         """The input whose rows differ in length."""
         return next((spec for spec in self.inputs if spec.has_length and not spec.mask), None)
 
-    def ragged(self, table: Any) -> RaggedRows | None:
+    def tokenizer_for(self, shard: ShardTask) -> Any:
+        """Raises `DatasetError` if it is not the one that the day was cut for."""
+        if self.tokenizer is None:
+            return None
+        opened = open_tokenizer(self.tokenizer, self.max_length or 1, self.truncate)
+        if shard.reading and reading_of(self) != shard.reading:  # asked for later: it may be replaced at any time
+            raise DatasetError(
+                "the tokenizer changed while the day was being scored",
+                stage="dataset",
+                item=f"{shard.day}, shard {shard.index}",
+                expected="the file that was there when the day was cut",
+                got=Path(self.tokenizer).name,
+                next_step="run the day again; a model that takes other ids has to be exported again",
+            )
+        return opened
+
+    def ragged(self, table: Any, tokenizer: Any) -> RaggedRows | None:
         """The rows of the input that differ in length, in the table's order."""
         import pyarrow as pa
 
@@ -146,11 +164,10 @@ class ParquetSource:
             return None
         (name,), longest = self.columns[self._lists.name], self.max_length or 1
         column = table.column(name).combine_chunks()
-        if self.tokenizer is None:
+        if tokenizer is None:
             if pa.types.is_null(column.type):
                 column = column.cast(pa.list_(pa.int64()))
             return lists_of(column, self._lists, longest, name)
-        tokenizer = open_tokenizer(self.tokenizer, longest, self.truncate)
         return tokens_of(_values_of(column), tokenizer, self._lists, longest, name)
 
     def without_ragged(self, table: Any) -> Any:
@@ -164,40 +181,53 @@ class ParquetSource:
         return {column for columns in self.columns.values() for column in columns}
 
     def open(self, shard: ShardTask) -> ShardReader:
+        tokenizer = self.tokenizer_for(shard)
         tables, offset = self._read(shard, self._needed, _LAND_COLUMNS)
         readers, first = list[ParquetReader](), 0
         # Columns of unlike types are not joined: no value may depend on what another file holds.
         for _, alike in itertools.groupby(tables, key=lambda table: table.schema):
             some = list(alike)
             part = replace(shard, files=shard.files[first : first + len(some)])
-            readers.append(ParquetReader(self, some, part, offset))
+            readers.append(ParquetReader(self, some, part, offset, tokenizer=tokenizer))
             first += len(some)
         return readers[0] if len(readers) == 1 else _Joined(readers)
 
     def parts(self, shard: ShardTask) -> Iterator[ShardReader]:
         import pyarrow as pa
 
-        if len(shard.files) > 1 or not shard.rows or self._lists is not None:
+        if len(shard.files) > 1 or not shard.rows:
             yield self.open(shard)
             return
         check = _Checked(partial(self._check_columns, columns=self._needed, next_step=_LAND_COLUMNS))
-        at_once = max(1, min(_ROWS_AT_ONCE, self._rows_that_fit))
+        tokenizer = self.tokenizer_for(shard)
         # As it is read, not all of the shard's bytes at once, which pyarrow would hold beside what they become.
         little = {"pre_buffer": False, "buffer_size": _BUFFER_NBYTES}
         with _opened(shard, shard.files[0], check, little) as (parquet, groups, offset):
+            at_once = self._rows_at_once(parquet, groups)
             batches = parquet.iter_batches(at_once, groups, self._needed)
-            stop, held, count = offset + _rows_in(parquet, groups), list[Any](), 0
+            first, stop, held, count = 0, _rows_in(parquet, groups), list[Any](), 0
             for batch in batches:
                 held.append(_without_dictionaries(pa.Table.from_batches([batch])))
                 count += batch.num_rows
-                last = offset + count >= stop
-                if last and (offset + count > stop or next(batches, None) is not None):
+                last = first + count >= stop
+                if last and (first + count > stop or next(batches, None) is not None):
                     raise ValueError(_OTHER_ROWS)
                 if last or count >= at_once:  # a column of categories makes a batch end where its group does
-                    yield ParquetReader(self, [pa.concat_tables(held)], shard, offset)
-                    offset, held, count = offset + count, [], 0
-            if offset != stop:
+                    yield ParquetReader(self, [pa.concat_tables(held)], shard, offset, first, tokenizer)
+                    first, held, count = first + count, [], 0
+            if first != stop:
                 raise ValueError(_OTHER_ROWS)
+
+    def _rows_at_once(self, parquet: Any, groups: range) -> int:
+        """How many rows make a part: where they differ in length, the footer tells how much memory they take."""
+        if self._lists is None:
+            return max(1, min(_ROWS_AT_ONCE, self._rows_that_fit))
+        needed, most = set(self._needed), 1
+        for found in (parquet.metadata.row_group(group) for group in groups):
+            columns = [found.column(place) for place in range(found.num_columns)]
+            nbytes = sum(c.total_uncompressed_size for c in columns if c.path_in_schema.split(".")[0] in needed)
+            most = max(most, nbytes // max(1, found.num_rows))
+        return max(1, min(_RAGGED_ROWS_AT_ONCE, self.nbytes_per_shard // most))
 
     def read_labels(self, shard: ShardTask, label: str) -> npt.NDArray[Any]:
         import pyarrow as pa
@@ -368,10 +398,20 @@ def _without_dictionaries(table: Any) -> Any:
 class ParquetReader:
     """The columns of a shard or of a part of it, of the declared kinds; their values are checked batch by batch.
 
-    `tables` hold a file each, with columns of the same types.
+    `tables` hold a file each, with columns of the same types. `offset` is the position in its file of the shard's first
+    row, `first` the row of the shard that a part begins with. Where rows differ in length they are in another `order`:
+    row i is row `order[i]` of the shard. `tokenizer` is the source's, if it has one.
     """
 
-    def __init__(self, source: ParquetSource, tables: Sequence[Any], shard: ShardTask, offset: int) -> None:
+    def __init__(
+        self,
+        source: ParquetSource,
+        tables: Sequence[Any],
+        shard: ShardTask,
+        offset: int,
+        first: int = 0,
+        tokenizer: Any = None,
+    ) -> None:
         import pyarrow as pa
 
         self._source, self._shard = source, shard
@@ -379,14 +419,15 @@ class ParquetReader:
         self._count: int = table.num_rows
         self.order: npt.NDArray[np.int64] | None = None
         self.lengths: npt.NDArray[np.int64] | None = None
-        self._ragged = source.ragged(table)
+        self._ragged = source.ragged(table, tokenizer)
         if self._ragged is not None:
-            self.order = longest_first(self._ragged.lengths)
-            table, self._ragged = source.without_ragged(table), self._ragged.take(self.order)
-            table = table.take(self.order).combine_chunks() if table.num_columns else table
-            self.lengths = self._ragged.lengths
+            order = longest_first(self._ragged.lengths)
+            table, self._ragged = source.without_ragged(table), self._ragged.take(order)
+            table = table.take(order).combine_chunks() if table.num_columns else table
+            self.lengths, self.order = self._ragged.lengths, order + first
         rows = [one.num_rows for one in tables]
-        self._places = Places([file.path for file in shard.files], rows, offset, self.order)
+        names, of_part = [file.path for file in shard.files], 0 if self.order is not None else first
+        self._places = Places(names, rows, offset + of_part, self.order)
         self._keys = table.column(source.row_key).combine_chunks() if source.row_key else None
         self._plain_keys = self._keys is not None and _is_plain(self._keys)
         self._columns = {c: table.column(c) for c in table.column_names if c in source.input_columns}

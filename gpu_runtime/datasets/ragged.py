@@ -85,7 +85,11 @@ def _encoded(texts: list[str], tokenizer: Any) -> list[list[int] | None]:
 
 
 def open_tokenizer(path: str, longest: int, truncate: bool) -> Any:
-    """A `tokenizers.Tokenizer` from its JSON file; batches are padded by us, whatever the file says."""
+    """A `tokenizers.Tokenizer` from its JSON file; batches are padded by us, whatever the file says. A text is cut at
+    the side that the file names, at its end if it names none.
+
+    Raises `DatasetError` if `longest` leaves no room for text beside the special tokens.
+    """
     from tokenizers import Tokenizer
 
     try:
@@ -93,8 +97,18 @@ def open_tokenizer(path: str, longest: int, truncate: bool) -> Any:
     except Exception as error:  # it raises bare exceptions
         raise _no_tokenizer(path, error) from error
     tokenizer.no_padding()
+    if (special := tokenizer.num_special_tokens_to_add(False)) >= longest:
+        raise DatasetError(
+            "max_length leaves no room for text",
+            stage="dataset",
+            item=path,
+            expected=f"more than its {special} special tokens",
+            got=f"max_length {longest}",
+            next_step="raise max_length",
+        )
     if truncate:
-        tokenizer.enable_truncation(longest)
+        kept = tokenizer.truncation or {}
+        tokenizer.enable_truncation(longest, direction=kept.get("direction", "right"))
     else:
         tokenizer.no_truncation()
     return tokenizer

@@ -78,6 +78,9 @@ def test_files_are_packed_into_shards(tmp_path: Path) -> None:
 
 def test_arrays_of_unequal_length_are_declared_by_the_models_shape(tmp_path: Path) -> None:
     model = ModelSpec("m", "1", OnnxSource("m.onnx"), (VOLUME, MASK), ("y",), max_length=8)
+    for key, value in {"columns": {"x": ("a",)}, "tokenizer": "t.json", "truncate": True, "crop_fraction": 0.5}.items():
+        with pytest.raises(SpecError, match=f"dataset.{key}: datasets of format arrays do not read it"):
+            DatasetSpec("scans", "arrays", **{key: value})  # type: ignore[arg-type]
     assert DatasetSpec("scans", "arrays").source(tmp_path, model) == ItemFolderSource(
         str(tmp_path / "scans"), (VOLUME, MASK), 8
     )

@@ -21,6 +21,7 @@ from gpu_runtime.backends.onnxruntime_backend import OnnxRuntimeContext
 from gpu_runtime.benchmark.measure import Setting, measure
 from gpu_runtime.benchmark.report import Sweep, run_benchmark, run_rows
 from gpu_runtime.benchmark.trial import Feed
+from gpu_runtime.datasets import parquet as parquet_module
 from gpu_runtime.datasets import sample as sample_module
 from gpu_runtime.datasets.batching import Batching
 from gpu_runtime.datasets.parquet import ParquetSource
@@ -167,9 +168,16 @@ def test_a_shape_has_one_free_dimension_and_a_mask_is_plain() -> None:
         TensorSpec("mask", "int32", (-1,), maximum=1, mask=True)
 
 
+@pytest.mark.parametrize("rows_at_once", [1_000, 7], ids=["whole shards", "parts of shards"])
 def test_a_day_is_published_in_its_own_order_and_each_row_is_what_it_is_alone(
-    served_bag: Any, source: ParquetSource, rows: list[Any], tmp_path: Path
+    served_bag: Any,
+    source: ParquetSource,
+    rows: list[Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    rows_at_once: int,
 ) -> None:
+    monkeypatch.setattr(parquet_module, "_RAGGED_ROWS_AT_ONCE", rows_at_once)
     table = PredictionTable(tmp_path / "table")
     schema = PredictionSchema(served_bag.exported.graph().outputs, {})
     with HostDevice() as device, Scorer(served_bag.plan, served_bag.store, device, ScoringPolicy(0.5)) as scorer:

@@ -14,8 +14,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from gpu_runtime.datasets import parquet
 from gpu_runtime.datasets.parquet import ParquetSource
-from gpu_runtime.datasets.partition import numpy_rows, reading_of
+from gpu_runtime.datasets.partition import numpy_rows, read_rows, reading_of
 from gpu_runtime.datasets.ragged import tokens_of
 from gpu_runtime.datasets.sample import sample_rows
 from gpu_runtime.errors import DatasetError, SpecError
@@ -106,6 +107,62 @@ def test_a_text_without_an_id_or_with_too_many_has_a_reason_that_does_not_quote_
     ]
     cut, _ = rows_of(source_of(tmp_path, {"text": texts}, tokenizer=tokenizer, truncate=True))
     assert cut[3] == [4] * 6
+
+
+def test_a_text_is_cut_at_the_side_that_the_tokenizer_names(tmp_path: Path, tokenizer: str) -> None:
+    settings = json.loads(Path(tokenizer).read_text())
+    settings["truncation"]["direction"] = "Left"
+    Path(tokenizer).write_text(json.dumps(settings))
+    cut, _ = rows_of(source_of(tmp_path, {"text": ["a b c a b c late"]}, tokenizer=tokenizer, truncate=True))
+    assert cut == [[3, 4, 2, 3, 4, 5]]
+
+
+def test_a_longest_row_without_room_for_text_is_refused(tmp_path: Path, tokenizer: str) -> None:
+    settings = json.loads(Path(tokenizer).read_text())
+    ends = [{"SpecialToken": {"id": "a", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    special = {"a": {"id": "a", "ids": [2], "tokens": ["a"]}}
+    settings["post_processor"] = {"type": "TemplateProcessing", "single": ends, "pair": ends, "special_tokens": special}
+    Path(tokenizer).write_text(json.dumps(settings))
+    for truncate in (True, False):
+        source = source_of(tmp_path, {"text": ["b"]}, tokenizer=tokenizer, truncate=truncate, max_length=1)
+        with pytest.raises(DatasetError, match=r"leaves no room for text.*more than its 1 special tokens"):
+            rows_of(source)
+
+
+@pytest.mark.parametrize("read", ["open", "parts"])
+def test_a_tokenizer_replaced_after_the_day_was_cut_scores_nothing(tmp_path: Path, tokenizer: str, read: str) -> None:
+    source = source_of(tmp_path, {"text": ["a"]}, tokenizer=tokenizer)
+    (shard,) = source.partition(DAY).shards
+    Path(tokenizer).write_text(Path(tokenizer).read_text().replace('"late"', '"soon"'))
+    with pytest.raises(DatasetError, match="the tokenizer changed while the day was being scored"):
+        list(getattr(source, read)(shard))
+
+
+@pytest.mark.parametrize("bounded", ["_RAGGED_ROWS_AT_ONCE", "nbytes_per_shard"])
+def test_one_large_row_group_is_read_in_parts_and_each_row_keeps_its_place(
+    tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch, bounded: str
+) -> None:
+    texts = [" ".join("abc"[(row + i) % 3] for i in range(1 + row % 6)) for row in range(100)]
+    source = source_of(tmp_path, {"text": texts, "stars": range(100)}, tokenizer=tokenizer, label="stars")
+    path = tmp_path / "days" / DAY / "part.parquet"
+    pq.write_table(pq.read_table(path, partitioning=None), path, use_dictionary=False)
+    if bounded == "nbytes_per_shard":
+        source = replace(source, nbytes_per_shard=100, rows_per_shard=1_000)
+    else:
+        monkeypatch.setattr(parquet, bounded, 30)
+    (shard,) = source.partition(DAY).shards
+    found: dict[int, list[int]] = {}
+    sizes = []
+    for part in source.parts(shard):
+        sizes.append(part.rows)
+        inputs, failures = read_rows(source.inputs, part, 0, part.rows)
+        positions = part.origins(0, part.rows).column("source_position").to_pylist()
+        labels = part.labels()
+        assert not failures and part.order is not None and positions == part.order.tolist() == labels.tolist()
+        assert part.lengths is not None and (np.diff(part.lengths) <= 0).all()
+        found |= {place: inputs["ids"][row][inputs["mask"][row]].tolist() for row, place in enumerate(positions)}
+    assert max(sizes) <= 30 and sum(sizes) == 100
+    assert found == {row: [WORDS[word] for word in text.split()] for row, text in enumerate(texts)}
 
 
 def test_text_that_is_no_utf8_costs_its_row_alone(tmp_path: Path, tokenizer: str) -> None:
