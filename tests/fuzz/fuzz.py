@@ -1,4 +1,4 @@
-"""Corrupt images, tables and arrays through the real sources: no crash, every row accounted for, no wrong value.
+"""Corrupt images, tables, arrays, texts and lists through the real sources: no crash, no row lost, no wrong value.
 
     python tests/fuzz/fuzz.py --cases 1200 --seed 0     the table of all kinds of corruption
     python tests/fuzz/fuzz.py --seed 0 --case 17        one case again, in this process
@@ -38,7 +38,7 @@ from PIL import Image
 from gpu_runtime.datasets.array_folder import ArrayFolderSource
 from gpu_runtime.datasets.image_folder import ImageFolderSource
 from gpu_runtime.datasets.parquet import ParquetSource
-from gpu_runtime.datasets.partition import Source
+from gpu_runtime.datasets.partition import Source, read_rows
 from gpu_runtime.datasets.workers import WorkerPool
 from gpu_runtime.errors import DatasetError
 from gpu_runtime.specs import TensorSpec
@@ -789,11 +789,167 @@ def array_case(kind: str, rng: Any, root: Path) -> Outcome:
     return Outcome(0, kind, scored=rows)
 
 
+# Rows that differ in length
+
+IDS = TensorSpec("ids", "int32", (-1,), minimum=1, maximum=99)
+MASK = TensorSpec("mask", "bool", (-1,), mask=True)
+LONGEST = 6
+WORDS = {"[UNK]": 1, "a": 2, "b": 3, "late": 4}
+RAGGED_REASONS = re.compile(
+    r"column 'x' (is null( or no UTF-8)?|is empty|holds a null|holds no token|holds more than 6 (values|tokens)"
+    r"|is outside its declared range or type)"
+)
+
+
+@cache
+def tokenizer_json() -> str:
+    """Words by white space."""
+    made = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "post_processor": None,
+        "decoder": None,
+        "model": {"type": "WordLevel", "vocab": WORDS, "unk_token": "[UNK]"},
+    }
+    return json.dumps(made)
+
+
+def some_lists(rng: Any, rows: int) -> tuple[Any, list[list[int] | None]]:
+    """A list column of some type, and what each row is worth: its ids, or None."""
+    kind = [pa.int8(), pa.int32(), pa.uint16(), pa.int64(), pa.float32(), pa.float64(), pa.bool_()][rng.integers(7)]
+    outer = [pa.list_, pa.large_list, lambda value: pa.list_(value, LONGEST)][rng.integers(3)]
+    fixed = pa.types.is_fixed_size_list(outer(kind))
+    cells: list[Any] = []
+    for _ in range(rows):
+        count = LONGEST if fixed else int(rng.integers(1, LONGEST + 1))
+        cell: Any = [True] * count if pa.types.is_boolean(kind) else rng.integers(1, 100, count).tolist()
+        what = rng.integers(12)
+        if what == 0:
+            cell = None
+        elif what == 1 and not fixed:
+            cell = []
+        elif what == 2 and not fixed:
+            cell = cell * LONGEST + cell
+        elif what == 3:
+            cell[rng.integers(count)] = None
+        elif what == 4:
+            cell[rng.integers(count)] = False if pa.types.is_boolean(kind) else int(rng.choice([0, 100, 127]))
+        elif what == 5 and pa.types.is_floating(kind):
+            cell[rng.integers(count)] = float(rng.choice([np.nan, np.inf, -np.inf, 1.5, 99.0001, 1e30]))
+        cells.append(cell)
+
+    def worth(cell: Any) -> list[int] | None:
+        if not cell or len(cell) > LONGEST or any(v is None or not 1 <= v <= 99 or v != int(v) for v in cell):
+            return None
+        return [int(v) for v in cell]
+
+    return pa.array(cells, outer(kind)), [worth(cell) for cell in cells]
+
+
+def some_texts(rng: Any, rows: int) -> tuple[Any, list[list[int] | None]]:
+    """A text column of some type, and what each row is worth."""
+    cells: list[bytes | None] = []
+    for _ in range(rows):
+        words = [
+            ["a", "b", "late", "other", "\u00e4\U0001f600"][i] for i in rng.integers(0, 5, rng.integers(1, LONGEST + 1))
+        ]
+        cell: bytes | None = " ".join(words).encode()
+        what = rng.integers(12)
+        if what == 0:
+            cell = None
+        elif what == 1:
+            cell = b"" if rng.random() < 0.5 else b"  \n "
+        elif what == 2:
+            cell = b"a " * int(rng.integers(LONGEST + 1, 3_000))
+        elif what == 3:
+            cell = b"late " + [b"\xff", b"\xc3", b"\xed\xa0\x80"][rng.integers(3)]
+        elif what == 4:
+            cell = b"a\0b a" + b"x" * int(rng.integers(0, 100_000))
+        cells.append(cell)
+
+    def worth(cell: bytes | None) -> list[int] | None:
+        try:
+            words = (cell or b"").decode().split()
+        except UnicodeDecodeError:
+            return None
+        return [WORDS.get(word, 1) for word in words] if 0 < len(words) <= LONGEST else None
+
+    # A view checks what it is made of: text that is no UTF-8 gets into a file only as the others.
+    kind = [pa.string(), pa.large_string()][rng.integers(2)]
+    raw = pa.array(cells, pa.large_binary() if kind == pa.large_string() else pa.binary())
+    text = pa.Array.from_buffers(kind, len(raw), raw.buffers())
+    return text, [worth(cell) for cell in cells]
+
+
+RAGGED_KINDS = {"ragged: lists of all sorts": False, "ragged: texts of all sorts": False, "ragged: bytes flipped": True}
+
+
+def ragged_case(kind: str, rng: Any, root: Path) -> Outcome:
+    rows = int(rng.integers(1, 80))
+    texts = kind == "ragged: texts of all sorts" or (RAGGED_KINDS[kind] and rng.random() < 0.5)
+    column, worth = (some_texts if texts else some_lists)(rng, rows)
+    (root / DAY).mkdir()
+    path = root / DAY / "part.parquet"
+    group, dictionary = int(rng.integers(1, rows + 1)), bool(rng.random() < 0.5)
+    pq.write_table(
+        pa.table({"x": column}), path, row_group_size=group, use_dictionary=dictionary, write_page_checksum=True
+    )
+    if RAGGED_KINDS[kind]:
+        path.write_bytes(flip(rng, "", path.read_bytes())[0])
+    (root / "tokenizer.json").write_text(tokenizer_json())
+    source = ParquetSource(
+        str(root),
+        (IDS, MASK),
+        {"ids": ("x",)},
+        rows_per_shard=int(rng.integers(1, 80)),
+        tokenizer=str(root / "tokenizer.json") if texts else None,
+        max_length=LONGEST,
+        nbytes_per_shard=int(rng.integers(1, 2_000)),
+    )
+    try:
+        found = read_ragged(source)
+    except DatasetError as error:
+        demand(RAGGED_KINDS[kind], f"refused: {error}")
+        return Outcome(0, kind, refused=1)
+    demand(sorted(found) == list(range(rows)), f"{rows} rows in, {sorted(found)} read")
+    reasons = [made for made in found.values() if isinstance(made, str)]
+    for reason in reasons:
+        demand(RAGGED_REASONS.fullmatch(reason), f"the reason {reason!r}")
+    for row, made in found.items():  # the checksums of the pages see to it that a flipped byte changes nothing
+        demand(
+            isinstance(made, str) if worth[row] is None else made == worth[row], f"row {row}: {worth[row]} is {made}"
+        )
+    return Outcome(0, kind, scored=rows - len(reasons), quarantined=len(reasons))
+
+
+def read_ragged(source: ParquetSource) -> dict[int, list[int] | str]:
+    """Position → the row's ids, or why it has none."""
+    found: dict[int, list[int] | str] = {}
+    for shard in source.partition(DAY).shards:
+        total = 0
+        for part in source.parts(shard):
+            total += part.rows
+            inputs, failures = read_rows(source.inputs, part, 0, part.rows)
+            positions = part.origins(0, part.rows).column("source_position").to_pylist()
+            demand(not found.keys() & set(positions) and len(set(positions)) == part.rows, "a row twice")
+            demand(part.lengths is not None and (inputs["mask"].sum(axis=1) == part.lengths).all(), "another mask")
+            ids = inputs["ids"]
+            demand(((ids >= 1) & (ids <= 99)).all(), "an id outside its range")
+            found |= {place: ids[row][inputs["mask"][row]].tolist() for row, place in enumerate(positions)}
+            found |= {positions[failure.row]: failure.reason for failure in failures}
+        demand(total == shard.rows, "a shard has other rows than were counted")
+    return found
+
+
 # Running
 
 
 CASES = dict.fromkeys(IMAGE_KINDS, image_case) | dict.fromkeys(TABLE_KINDS, table_case)
-CASES |= dict.fromkeys(ARRAY_KINDS, array_case)
+CASES |= dict.fromkeys(ARRAY_KINDS, array_case) | dict.fromkeys(RAGGED_KINDS, ragged_case)
 KINDS = tuple(CASES)
 
 

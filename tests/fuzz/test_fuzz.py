@@ -63,8 +63,9 @@ def test_half_a_picture_would_be_noticed(fuzz: Any, monkeypatch: pytest.MonkeyPa
         (ParquetReader, lambda failures: [], "table: null", "but scored"),
         (ParquetReader, lambda failures: failures * 2, "table: null", "a row reported twice"),
         (ParquetReader, lambda failures: failures[1:], "table: all sorts", "scored"),
+        (ParquetReader, lambda failures: failures[1:], "ragged: texts", ": None is ["),
     ],
-    ids=["a silent image", "silent cells", "a row twice", "one row of a batch"],
+    ids=["a silent image", "silent cells", "a row twice", "one row of a batch", "a silent text"],
 )
 def test_a_failure_that_is_not_told_or_told_twice_would_be_noticed(
     fuzz: Any, monkeypatch: pytest.MonkeyPatch, reader: Any, change: Any, kinds: str, noticed: str
