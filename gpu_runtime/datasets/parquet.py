@@ -222,11 +222,9 @@ class ParquetSource:
         """How many rows make a part: where they differ in length, the footer tells how much memory they take."""
         if self._lists is None:
             return max(1, min(_ROWS_AT_ONCE, self._rows_that_fit))
-        needed, most = set(self._needed), 1
-        for found in (parquet.metadata.row_group(group) for group in groups):
-            columns = [found.column(place) for place in range(found.num_columns)]
-            nbytes = sum(c.total_uncompressed_size for c in columns if c.path_in_schema.split(".")[0] in needed)
-            most = max(most, nbytes // max(1, found.num_rows))
+        # Of all columns: asked for one column's, the library ends the process where a footer is damaged.
+        found = [parquet.metadata.row_group(group) for group in groups]
+        most: int = max([1, *(group.total_byte_size // max(1, group.num_rows) for group in found)])
         return max(1, min(_RAGGED_ROWS_AT_ONCE, self.nbytes_per_shard // most))
 
     def read_labels(self, shard: ShardTask, label: str) -> npt.NDArray[Any]:
