@@ -18,7 +18,7 @@ from gpu_runtime.backends.registry import get_backend
 from gpu_runtime.datasets.batching import Batching, BatchShape
 from gpu_runtime.datasets.sample import RowSample
 from gpu_runtime.device.host import anonymous_memory_mib
-from gpu_runtime.device.protocol import Device
+from gpu_runtime.device.protocol import Device, Stream
 from gpu_runtime.executor.slots import Slot, allocate_slot
 
 _WAVES = 2
@@ -48,8 +48,8 @@ class Measurement:
     """Medians over interleaved rounds: `rows_per_s` with a second batch queued behind every one that runs, as in
     the executor; latencies in milliseconds, from queueing to result, with one batch on every stream (of fewer than a
     hundred `batches`, p99 is as good as the slowest). `cpu_s_per_row` is all CPU time of this process meanwhile.
-    `memory_mib` is what the loaded engine, having run, and two slots for each stream took of this process' own memory,
-    the rows that are read or decoded for them left out; None where the system does not tell."""
+    `memory_mib` is what the loaded engine, having run its largest batches, and two slots for each stream took of this
+    process' own memory, the rows that are read or decoded for them left out; None where the system does not tell."""
 
     setting: Setting
     rows_per_s: float
@@ -70,6 +70,7 @@ class LoadedSetting:
         before = anonymous_memory_mib()
         options = EngineOptions(setting.streams, setting.threads)
         self._feeds: list[tuple[Slot, BatchShape]] = []
+        self._streams: list[Stream] = []
         self.latencies_ms: list[float] = []
         self.rates: list[float] = []
         self.cpu_s_per_row: list[float] = []
@@ -83,30 +84,39 @@ class LoadedSetting:
         self.memory_mib = None if before is None or after is None else max(0.0, after - before)
 
     def _warm_up(self, file: EngineFile, sample: RowSample) -> None:
-        """Fill the slots and run each twice: that allocates memory and chooses kernels. Before that rows of the longest
-        length, which the sample may not have: what cannot run them must show here, not at night."""
+        """Fill the slots and run each twice: that allocates memory and chooses kernels. Where rows differ in length the
+        largest batches come before, which the sample may not have: what cannot run them must show here, not at night.
+        """
         setting, device, self._rows = self.setting, self._device, 0
         batching = setting.batching(file)
-        contexts = [(self._engine.create_context(), device.stream()) for _ in range(setting.streams)]
-        longest = batching.shapes[-1]
-        for context, stream in contexts if sample.lengths is not None else ():
-            slot = allocate_slot(file, device, [longest], context, stream)
-            slot.fill_holes(range(longest.rows), longest.length)
-            for tensor in slot.inputs:
-                device.copy_in(tensor.staging, tensor.buffer, tensor.staging.nbytes, stream)
-            slot.enqueue(device, longest)
-            stream.record(slot.computed)
-            slot.computed.synchronize()
-        for i, (shape, rows, count) in enumerate(_batches(sample, batching, 2 * setting.streams)):
-            slot = allocate_slot(file, device, [shape], *contexts[i % len(contexts)])
+        self._streams = [device.stream() for _ in range(setting.streams)]
+        contexts = [(self._engine.create_context(), stream) for stream in self._streams]
+        slots = [allocate_slot(file, device, batching.shapes, *one) for one in 2 * contexts]  # as in the executor
+        for largest in batching.largest if setting.lengths else ():
+            for slot in slots:  # all at once, as at night
+                slot.fill_holes(range(largest.rows), largest.length)
+                self._copy_in(slot, largest)
+                slot.enqueue(device, largest)
+                slot.compute.record(slot.computed)
+            for slot in slots:
+                slot.computed.synchronize()
+        for i, (shape, rows, count) in enumerate(_batches(sample, batching, len(slots))):
+            more = i >= len(slots)  # for the sample's mix of lengths
+            slot = allocate_slot(file, device, [shape], *contexts[i % len(contexts)]) if more else slots[i]
             for tensor in slot.inputs:
                 values = rows[tensor.spec.name]
-                np.take(values, np.arange(shape.rows) % len(values), axis=0, out=tensor.rows(shape.length))
-                device.copy_in(tensor.staging, tensor.buffer, tensor.staging.nbytes, slot.compute)
+                places = np.arange(shape.rows) % len(values)
+                np.take(values, places, axis=0, out=tensor.rows(shape.length)[: shape.rows])
+            self._copy_in(slot, shape)
             self._feeds.append((slot, shape))
             self._rows += count
         self._run(1, 2 * setting.streams, [])
         self._wave_s = self._run(1, 2 * setting.streams, [])
+
+    def _copy_in(self, slot: Slot, shape: BatchShape) -> None:
+        for tensor in slot.inputs:
+            nbytes = tensor.spec.nbytes(shape.rows, shape.length)
+            self._device.copy_in(tensor.staging, tensor.buffer, nbytes, slot.compute)
 
     def round(self, seconds: float) -> None:
         """Half of the time for latencies, half for the rate."""
@@ -134,8 +144,8 @@ class LoadedSetting:
         return time.perf_counter() - started
 
     def close(self) -> None:
-        for slot, _ in self._feeds:
-            slot.compute.close()
+        for stream in self._streams:
+            stream.close()
         self._engine.close()
 
 

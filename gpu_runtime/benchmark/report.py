@@ -253,8 +253,8 @@ def run_benchmark(
         verdicts[key] = judge_accuracy(policy, values[key], base)
     # A refused engine never serves; it is timed all the same, so that the table shows what it would have bought.
     runnable = [file for key, file in engines.engines.items() if key in values]
-    probes, measured = _sweep(runnable, sweep, objective, device, gate_rows)
-    verdicts |= {key: Verdict(False, (_NO_MEMORY,)) for key, found in probes.items() if not found}
+    probes, measured, failed = _sweep(runnable, sweep, objective, device, gate_rows)
+    verdicts |= {key: Verdict(False, (failed.get(key, _NO_MEMORY),)) for key, found in probes.items() if not found}
     baseline = max(
         (m.rows_per_s for k, ms in measured.items() if engines.engines[k].precision == "fp32" for m in ms),
         default=float("nan"),
@@ -311,22 +311,24 @@ def run_benchmark(
 
 def _sweep(
     files: Sequence[EngineFile], sweep: Sweep, objective: Objective, device: Device, rows: RowSample
-) -> tuple[dict[str, list[Measurement]], dict[str, list[Measurement]]]:
+) -> tuple[dict[str, list[Measurement]], dict[str, list[Measurement]], dict[str, str]]:
     """Probe every setting of every engine, then hold the best of each against each other.
 
     A probe is short, and what just keeps a bound in it may not in the longer rounds, or the other way round: then the
     engine's next ones that came near it follow, until one does. A setting that does not fit in the device's memory is
-    left out.
+    left out. An engine that fails otherwise has no probes, but a reason: rows longer than the gate's may do that.
     """
     engines = {file.key: file for file in files}
     probes: dict[str, list[Measurement]] = {file.key: [] for file in files}
+    failed: dict[str, str] = {}
     for file in files:
         for setting in sweep.settings(file, _lengths(file, rows)):
             try:  # one at a time: a sweep of a large model must not hold all its copies in memory
                 probes[file.key] += measure(engines, [setting], device, rows, rounds=1, round_s=sweep.probe_s)
             except Exception as error:
                 if not is_out_of_memory(error):
-                    raise
+                    probes[file.key], failed[file.key] = [], f"failed here: {type(error).__name__}: {error}"
+                    break
     waiting = {key: objective.ranked(found) for key, found in probes.items()}
     measured: dict[str, list[Measurement]] = {key: [] for key in probes}
     next_ones = [probe for ranked in waiting.values() for probe in ranked[: sweep.finalists]]
@@ -341,7 +343,7 @@ def _sweep(
             for probe in ranked[len(measured[key]) :][: sweep.finalists]
             if max(objective.excess(probe).values(), default=0.0) <= _NEAR
         ]
-    return probes, measured
+    return probes, measured, failed
 
 
 def _with_most_memory(one: Measurement, probes: Sequence[Measurement]) -> Measurement:

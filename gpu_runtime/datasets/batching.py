@@ -53,6 +53,12 @@ class Batching:
         """The least that can be asked of the engine."""
         return BatchShape(1, self.lengths[0]) if self.lengths else self.shape(None)
 
+    @property
+    def largest(self) -> tuple[BatchShape, ...]:
+        """The most that may be asked of the engine: the most elements, and the longest rows."""
+        most = max(self.shapes, key=lambda shape: (shape.elements, shape.length or 0))
+        return tuple(dict.fromkeys((most, self.shapes[-1])))
+
     def shape(self, longest: int | None) -> BatchShape:
         """That of a batch whose longest row has `longest` elements."""
         if longest is None:

@@ -20,7 +20,8 @@ Failure contract:
      the run ends with `DeviceError`.
   4. Out of memory is no row's fault: the batch is tried again once the others are done, then halved until it fits,
      and no later batch is larger. A single row that does not fit ends the run with `DeviceError`; where rows differ in
-     length and a shorter one fits, it is reported.
+     length and the shortest fit, it is reported, and so is each later one of its length or longer that does not fit at
+     once.
   5. A row whose output is not finite, or not one that the output can be, is reported, not returned as scored.
   6. A source that raises, a decoder that raises an error of this package or has no memory, or `write` that
      raises, ends the run with that error. Batches already written stay written; no later batch is written.
@@ -276,6 +277,7 @@ class _Run:
         self._rows = self._count = self._elements = self._padded = 0
         self._latencies_ms: list[float] = []
         self._most_pieces = 1
+        self._too_long: int | None = None  # rows padded to this length have not fitted alone, and shorter ones have
 
     def execute(self) -> RunStats:
         executor = self._executor
@@ -525,6 +527,15 @@ class _Run:
                 kept[name][list(part)] = values[:count]
             flight.padding += flight.shape.elements - flight.batch.elements(part)
 
+        def shorter_fit() -> bool:
+            if self._is_too_long(length):
+                return True
+            # Nothing is shorter than the shortest: such a row is never to blame.
+            if length == executor.ceiling.batching.shortest.length or self._harmless(flight) is not None:
+                return False
+            self._too_long = length
+            return True
+
         engine = Rescue(
             run,
             "engine",
@@ -532,11 +543,11 @@ class _Run:
             executor.engine.file.key,
             executor.ceiling,
             length,
-            shorter_fit=lambda: self._harmless(flight, executor.ceiling.batching.shortest) is None,
+            shorter_fit=shorter_fit,
             between_parts=lambda: self._progress("compute"),
         )
         again = isinstance(error, _OversizedError)
-        if is_out_of_memory(error):
+        if is_out_of_memory(error) and not self._is_too_long(length):
             for other in executor._slots:  # their memory comes free first: it may be all that was missing
                 with contextlib.suppress(Exception):  # that batch's own turn will tell
                     other.copied_out.synchronize()
@@ -548,10 +559,9 @@ class _Run:
         return kept
 
     def _check_engine(self, flight: _Flight, error: Exception) -> None:
-        """An engine that fails on harmless values, too, is broken: then no row is to blame."""
-        found = self._harmless(flight, self._executor.ceiling.shape(flight.batch.length))
-        # Where only shorter rows fit, no value of that length is harmless.
-        if found is not None and not (flight.batch.length is not None and is_out_of_memory(found)):
+        """An engine that fails on harmless values, too, is broken: then no row is to blame. Of the shortest length:
+        at the batch's own, the length may be what it fails on."""
+        if self._harmless(flight) is not None:
             raise DeviceError(
                 "the engine fails on harmless values, too",
                 stage="execute",
@@ -561,9 +571,12 @@ class _Run:
                 "serving_plan again. No row is to blame",
             ) from error
 
-    def _harmless(self, flight: _Flight, shape: BatchShape) -> Exception | None:
-        """What the engine raises for harmless values in that shape."""
-        flight.shape = shape
+    def _is_too_long(self, length: int | None) -> bool:
+        return length is not None and self._too_long is not None and length >= self._too_long
+
+    def _harmless(self, flight: _Flight) -> Exception | None:
+        """What the engine raises for harmless values, in the least shape that it may meet."""
+        flight.shape = self._executor.ceiling.batching.shortest
         flight.slot.fill_holes(range(flight.shape.rows), flight.shape.length)
         self._executor._queue(flight)
         try:

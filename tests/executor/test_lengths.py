@@ -175,6 +175,50 @@ def test_a_row_too_long_for_the_device_is_reported_where_shorter_ones_fit(device
     assert written.found == {row: total for row, total in expected(lengths).items() if row not in (1, 3)}
 
 
+def test_rows_that_are_too_long_do_not_each_cost_a_whole_search_for_room() -> None:
+    lengths = [12] * 20 + [5] * 4
+
+    def room_for_five(ids: Any) -> None:
+        if ids.shape[1] > 5:
+            raise MemoryError
+
+    engine = Summing(room_for_five)
+    with HostDevice() as device:
+        written, _, _ = run(engine, device, lengths, slots=1)
+    assert list(written.failed) == list(range(20)) and list(written.found) == list(range(20, 24))
+    # Once for each row; the first batch, of two, is also tried as a whole, twice.
+    assert sum(length == 12 for _, length in engine.shapes) == 20 + 2
+
+
+def test_no_row_of_the_shortest_length_is_blamed_for_the_memory(device: Any) -> None:
+    def room_for_fillers(ids: Any) -> None:
+        if (ids > IDS.filler).any():
+            raise MemoryError
+
+    with pytest.raises(DeviceError, match="out of memory while running a single row"):
+        run(Summing(room_for_fillers), device, [2, 2])
+
+
+def test_an_engine_that_fails_on_one_length_costs_the_rows_of_that_length(device: Any) -> None:
+    lengths = [5, 12, 2, 11]
+
+    def no_twelve(ids: Any) -> None:
+        if ids.shape[1] == 12:
+            raise RuntimeError("no kernel")
+
+    written, _, _ = run(Summing(no_twelve), device, lengths)
+    assert written.failed == dict.fromkeys((1, 3), "the engine failed on this row")
+    assert written.found == {row: total for row, total in expected(lengths).items() if row in (0, 2)}
+
+
+def test_an_engine_that_fails_on_every_length_ends_the_run(device: Any) -> None:
+    def broken(ids: Any) -> None:
+        raise RuntimeError("no kernel")
+
+    with pytest.raises(DeviceError, match="fails on harmless values, too"):
+        run(Summing(broken), device, [12, 2])
+
+
 def test_a_device_without_room_for_the_shortest_row_ends_the_run(device: Any) -> None:
     def no_room(ids: Any) -> None:
         raise MemoryError

@@ -53,6 +53,17 @@ def test_every_row_is_in_one_batch_that_holds_it_and_keeps_the_budget(budget: in
     assert len({length for _, _, length in cuts}) <= 8 == len(batching.shapes)
 
 
+@pytest.mark.parametrize(
+    ("budget", "largest"),
+    [(24, [(2, 12)]), (20, [(4, 5), (1, 12)]), (6, [(1, 12)])],
+    ids=["the longest have the most elements", "others have more", "one row is more than the budget"],
+)
+def test_the_largest_batches_have_the_most_elements_or_the_longest_rows(
+    budget: int, largest: list[tuple[int, int]]
+) -> None:
+    assert Batching(budget, 8, (2, 5, 12)).largest == tuple(BatchShape(*shape) for shape in largest)
+
+
 def test_rows_as_long_as_sentences_need_at_most_a_tenth_more() -> None:
     found = lengths_like_text(5_000)
     lengths = found[longest_first(found)]

@@ -228,7 +228,63 @@ def test_what_cannot_run_the_longest_row_fails_before_the_night(
     file = served_bag.engines.engines["onnxruntime:fp32"]
     with HostDevice() as device:
         measure({file.key: file}, [Setting(file.key, 32, 1, 1, (4, 8, 16))], device, rows, rounds=1, round_s=0.001)
-    assert run[0] == 16 and set(run[1:]) <= {4, 8}
+    assert run[:2] == [16, 16] and set(run[2:]) <= {4, 8}  # in both slots of the stream
+
+
+@pytest.mark.parametrize(
+    ("longest", "budgets"),
+    [(16, {128}), (2048, {512, 1024, 2048, 4096}), (8192, {512, 1024, 2048, 4096, 8192})],
+    ids=["no more than the engine's rows of it", "below the largest budget", "above it"],
+)
+def test_a_budget_with_room_for_the_longest_row_is_tried(served_bag: Any, longest: int, budgets: set[int]) -> None:
+    file = served_bag.engines.engines["onnxruntime:fp32"]
+    assert {one.batch for one in Sweep().settings(file, (4, longest))} == budgets
+
+
+def test_the_memory_of_a_setting_has_that_of_the_longest_row_in_it(serve: Any, source: ParquetSource) -> None:
+    longest = 1 << 18
+    file = serve(spec_of("bag", max_batch=1, max_length=longest)).engines.engines["onnxruntime:fp32"]
+    sample = sample_rows(source, [DAY], 40, 0)
+    with HostDevice() as device:
+        setting = Setting(file.key, 48, 1, 1, (16, longest))
+        (one,) = measure({file.key: file}, [setting], device, sample, rounds=1, round_s=0.001)
+    slots_mib = 2 * sum(spec.nbytes(1, longest) for spec in file.inputs) / 2**20
+    embedded_mib = 8 * 4 * longest / 2**20
+    assert one.memory_mib is not None and one.memory_mib > slots_mib + embedded_mib
+
+
+def test_an_engine_that_fails_on_the_longest_row_costs_only_itself(
+    served_bag: Any, source: ParquetSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sample = sample_rows(source, [DAY], 40, 0)
+    built = build_engines(
+        "bag", [served_bag.exported.graph()], ["onnxruntime", "openvino"], cpu_class(), served_bag.store
+    )
+    enqueue = OnnxRuntimeContext.enqueue
+
+    def short_only(context: Any, inputs: Any, *given: Any) -> None:
+        if (inputs["ids"] == IDS.filler).all():
+            raise RuntimeError("no kernel")
+        enqueue(context, inputs, *given)
+
+    monkeypatch.setattr(OnnxRuntimeContext, "enqueue", short_only)
+    sweep = Sweep(budgets=(16,), finalists=1, rounds=1, round_s=0.01, probe_s=0.005, trial_rounds=0)
+    policy = GatePolicy("cosine", "vector", 0.02, min_speedup=0.0)
+    with HostDevice() as device:
+        report = run_benchmark(
+            served_bag.spec,
+            "declared",
+            built,
+            served_bag.exported.graph(),
+            sample,
+            policy,
+            sweep,
+            device,
+            served_bag.store,
+        )
+    assert [result.engine for result in report.passed] == ["openvino:fp32"]
+    refused = next(result for result in report.results if result.engine == "onnxruntime:fp32")
+    assert refused.verdict.reasons == ("failed here: RuntimeError: no kernel",) and not refused.tried
 
 
 def test_long_rows_are_given_to_the_gate_a_few_at_a_time(source: ParquetSource, monkeypatch: Any) -> None:
