@@ -46,10 +46,10 @@ _NEAR = 2.0
 class Sweep:
     """What is tried: every batch size with 1, 2, 4 … streams up to the cores, which they share out as threads. Where
     rows differ in length it is `budgets` instead, each the most elements (rows × length) of a batch, and what one row
-    of the longest takes, if that is more. Each
-    setting gets one short round of `probe_s`; of each engine those that serve the objective best, `finalists` many,
-    are then measured against each other in interleaved rounds of `round_s`. The best of all is tried end to end,
-    `trial_rounds` times `trial_s` for each number of slots and decode workers; never, if `trial_rounds` is 0."""
+    of the longest takes, if that is more; of budgets that cut rows alike, one. Each setting gets one short round of
+    `probe_s`; of each engine those that serve the objective best, `finalists` many, are then measured against each
+    other in interleaved rounds of `round_s`. The best of all is tried end to end, `trial_rounds` times `trial_s` for
+    each number of slots and decode workers; never, if `trial_rounds` is 0."""
 
     batches: tuple[int, ...] = (1, 8, 32)
     budgets: tuple[int, ...] = (512, 1024, 2048, 4096)
@@ -70,9 +70,12 @@ class Sweep:
     def settings(self, engine: EngineFile, lengths: tuple[int, ...] = ()) -> list[Setting]:
         cores, longest = usable_cores(), lengths[-1] if lengths else 1
         tried = (*self.budgets, max(longest, *self.budgets)) if lengths else self.batches
+        allowed = (min(batch, engine.max_batch * longest) for batch in tried)
+        # Budgets below twice the shortest length, for instance, all make every row a batch of its own.
+        different = {Batching(batch, engine.max_batch, lengths).shapes: batch for batch in allowed}
         return [
             Setting(engine.key, batch, streams, cores // streams, lengths)
-            for batch in dict.fromkeys(min(batch, engine.max_batch * longest) for batch in tried)
+            for batch in different.values()
             for streams in powers_of_two(cores)
         ]
 

@@ -17,6 +17,7 @@ from onnx import helper
 from gpu_runtime.artifacts import ArtifactStore
 from gpu_runtime.backends.engine_set import EngineSet, build_engines
 from gpu_runtime.benchmark import report as report_module
+from gpu_runtime.benchmark import trial as trial_module
 from gpu_runtime.benchmark.environment import describe_environment
 from gpu_runtime.benchmark.measure import Measurement, Setting, measure
 from gpu_runtime.benchmark.objective import Objective
@@ -316,6 +317,28 @@ def test_a_setting_that_does_not_fit_in_memory_is_left_out_and_an_engine_without
     fits, does_not = (next(r for r in report.results if r.engine == f"{b}:fp32") for b in ("onnxruntime", "openvino"))
     assert fits.verdict.passed and {one.setting.batch for one in fits.tried} == {1}
     assert not does_not.verdict.passed and not does_not.tried and "has no memory for it" in does_not.verdict.reasons[0]
+
+
+def test_a_trial_is_as_long_as_the_whole_executor_needs_for_it_and_alike_for_all_layouts(
+    engines: EngineSet, flights: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine alone may be far quicker than what feeds it."""
+    counts: list[int] = []
+
+    def few_batches(executor: Any, readers: Any, count: int) -> Any:
+        counts.append(count)
+        return some_batches(executor, readers, min(count, 8))
+
+    monkeypatch.setattr(trial_module, "some_batches", few_batches)
+    flights.write_day(tmp_path, DAY, 20)
+    readers = Feed(flights.source(tmp_path), (DAY,)).open()
+    file = engines.engines["onnxruntime:fp32"]
+    measured = Measurement(Setting(file.key, 1, 1, 1), 1e12, 1, 1, 1, 10, 1, 1e-9, memory_mib=10.0)
+    with HostDevice() as device:
+        trials = run_trials(file, measured, Objective(), device, readers, rounds=2, trial_s=0.5)
+    warm_ups, runs = counts[::2], counts[1::2]
+    assert set(warm_ups) == {4} and len(runs) == 2 * len(trials) > 2
+    assert len(set(runs)) == 1 and 4 < runs[0] < 1e7
 
 
 @pytest.mark.parametrize(("count", "taken"), [(3, ["a", "c", "e"]), (8, ["a", "b", "c", "d", "e", "f", "a", "b"])])

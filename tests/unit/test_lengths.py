@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from deltalake import DeltaTable
 from gpu_runtime.artifacts import ArtifactStore
 from gpu_runtime.backends.engine_set import build_engines
 from gpu_runtime.backends.onnxruntime_backend import OnnxRuntimeContext
+from gpu_runtime.benchmark import report as report_module
 from gpu_runtime.benchmark.measure import Setting, measure
 from gpu_runtime.benchmark.report import Sweep, run_benchmark, run_rows
 from gpu_runtime.benchmark.trial import Feed
@@ -231,16 +233,6 @@ def test_what_cannot_run_the_longest_row_fails_before_the_night(
     assert run[:2] == [16, 16] and set(run[2:]) <= {4, 8}  # in both slots of the stream
 
 
-@pytest.mark.parametrize(
-    ("longest", "budgets"),
-    [(16, {128}), (2048, {512, 1024, 2048, 4096}), (8192, {512, 1024, 2048, 4096, 8192})],
-    ids=["no more than the engine's rows of it", "below the largest budget", "above it"],
-)
-def test_a_budget_with_room_for_the_longest_row_is_tried(served_bag: Any, longest: int, budgets: set[int]) -> None:
-    file = served_bag.engines.engines["onnxruntime:fp32"]
-    assert {one.batch for one in Sweep().settings(file, (4, longest))} == budgets
-
-
 def test_the_memory_of_a_setting_has_that_of_the_longest_row_in_it(serve: Any, source: ParquetSource) -> None:
     longest = 1 << 18
     file = serve(spec_of("bag", max_batch=1, max_length=longest)).engines.engines["onnxruntime:fp32"]
@@ -251,6 +243,26 @@ def test_the_memory_of_a_setting_has_that_of_the_longest_row_in_it(serve: Any, s
     slots_mib = 2 * sum(spec.nbytes(1, longest) for spec in file.inputs) / 2**20
     embedded_mib = 8 * 4 * longest / 2**20
     assert one.memory_mib is not None and one.memory_mib > slots_mib + embedded_mib
+
+
+def test_a_setting_without_memory_for_the_longest_row_leaves_no_thread_behind(
+    served_bag: Any, source: ParquetSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its failure, and through that its engine's memory, would live on with the thread; the next setting needs it."""
+
+    def no_room(context: Any, inputs: Any, outputs: Any, stream: Any) -> None:
+        def run() -> None:
+            raise MemoryError
+
+        stream.launch(run)
+
+    monkeypatch.setattr(OnnxRuntimeContext, "enqueue", no_room)
+    file, sample = served_bag.engines.engines["onnxruntime:fp32"], sample_rows(source, [DAY], 40, 0)
+    with HostDevice() as device:
+        before = set(threading.enumerate())
+        with pytest.raises(MemoryError):
+            measure({file.key: file}, [Setting(file.key, 32, 2, 1, (4, 8, 16))], device, sample)
+        assert not set(threading.enumerate()) - before
 
 
 def test_an_engine_that_fails_on_the_longest_row_costs_only_itself(
@@ -293,6 +305,40 @@ def test_long_rows_are_given_to_the_gate_a_few_at_a_time(source: ParquetSource, 
     shapes = [batch["ids"].shape for batch in sample.batches(4)]
     assert sum(rows for rows, _ in shapes) == sample.rows and max(rows for rows, _ in shapes) == 4
     assert all(rows * length <= 24 or rows == 1 for rows, length in shapes)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "given", "tried"),
+    [
+        ((64, 256), (512, 1024, 2048, 4096), [512, 1024, 2048]),  # the engine takes no more than 8 rows of 256
+        ((64, 8_192), (64, 100, 127, 128), [127, 128, 8_192]),  # up to 127 every row goes alone
+        ((10_000, 1_000_000), (512, 1024, 2048, 4096), [4096, 1_000_000]),
+    ],
+)
+def test_every_budget_that_cuts_differently_is_tried_and_one_as_large_as_the_longest_row(
+    served_bag: Any, lengths: tuple[int, ...], given: tuple[int, ...], tried: list[int]
+) -> None:
+    engine = served_bag.engines.engines["onnxruntime:fp32"]
+    assert engine.max_batch == 8
+    settings = Sweep(budgets=given).settings(engine, lengths)
+    assert list(dict.fromkeys(one.batch for one in settings)) == tried
+
+
+def test_the_gate_gives_an_engine_few_long_rows_at_once(
+    served_bag: Any, source: ParquetSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report_module, "_GATE_ELEMENTS", 24)
+    shapes: list[tuple[int, int]] = []
+    enqueue = OnnxRuntimeContext.enqueue
+
+    def noted(context: Any, inputs: Any, *given: Any) -> None:
+        shapes.append(inputs["ids"].shape)
+        enqueue(context, inputs, *given)
+
+    monkeypatch.setattr(OnnxRuntimeContext, "enqueue", noted)
+    with HostDevice() as device:
+        run_rows(served_bag.engines.engines["onnxruntime:fp32"], device, sample_rows(source, [DAY], 40, 0), "vector")
+    assert max(rows for rows, _ in shapes) > 1 and all(rows * length <= 24 or rows == 1 for rows, length in shapes)
 
 
 def test_the_benchmark_finds_a_budget_and_lengths_and_the_plan_scores_with_them(
