@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -240,11 +241,13 @@ def daft_batches(case: Case, setting: Setting) -> Iterator[Run]:
     @daft.cls(use_process=False)
     class Scores:
         def __init__(self) -> None:
-            self.infer = engine_of(case, setting)
+            self.infer, self.turn = engine_of(case, setting), Lock()
 
         @daft.method.batch(return_dtype=daft.DataType.float32(), batch_size=setting["batch"])  # type: ignore[untyped-decorator]
         def score(self, *columns: Any) -> Any:
-            return self.infer(np.stack([column.to_arrow().to_numpy() for column in columns], axis=1))[0]
+            rows = np.stack([column.to_arrow().to_numpy() for column in columns], axis=1)
+            with self.turn:  # Daft may call the one instance from several threads
+                return self.infer(rows)[0]
 
     model, numbered = Scores(), _numbered(case)
 

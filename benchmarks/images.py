@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -33,22 +34,25 @@ from benchmarks.photos import (
 from gpu_runtime.device.host import usable_cores
 
 CORES = usable_cores()
+USUAL = 1_000
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--photos", type=Path, metavar="DIR", help="JPEGs; the model's own sample where left out")
+    parser.add_argument("--count", type=int, default=USUAL, metavar="N", help=f"files; default {USUAL}")
 
 
 def prepare(work: Path, args: argparse.Namespace) -> Case:
-    count, calibration = (24, 8) if args.smoke else (1000, 100)
+    count, calibration = (24, 8) if args.smoke else (args.count, 100)
     engine, days = engine_case(work / "photos", calibration), work / "images"
     files = photo_files(work, args.photos, days / DAY, count)
     nbytes = sum(Path(file).stat().st_size for file in files)
     return {
         **engine,
+        "name": "images" if count == USUAL or args.smoke else f"images-{count}",
         "rows": count,
         "facts": {
-            "input": f"{count} JPEG files, {nbytes / count / 1024:.0f} KiB each on average, in the page cache",
+            "input": f"{count:,} JPEG files, {nbytes / count / 1024:.0f} KiB each on average, in the page cache",
             "model": "EfficientNet-Lite0, INT8, top 5; the same OpenVINO engine file for all",
             "output": "ours: the Delta table; peers: Parquet",
         },
@@ -184,13 +188,14 @@ def daft_batches(case: Case, setting: Setting, decoder: str) -> Iterator[Run]:
     class Tags:
         def __init__(self) -> None:
             self.infer = open_engine(case["engine"], BACKEND, CORES)
-            self.pool = ThreadPoolExecutor(CORES)
+            self.pool, self.turn = ThreadPoolExecutor(CORES), Lock()
 
         @daft.method.batch(return_dtype=tags, batch_size=setting["batch"])  # type: ignore[untyped-decorator]
         def of(self, column: Any) -> Any:
             rows = column.to_pylist()
             pixels = rows if decoder == "daft" else list(self.pool.map(DECODERS[decoder], rows))
-            found = self.infer(np.stack(pixels))
+            with self.turn:  # Daft may call the one instance from several threads
+                found = self.infer(np.stack(pixels))
             return [{"index": i, "score": s} for i, s in zip(found[0].tolist(), found[1].tolist(), strict=True)]
 
     model = Tags()

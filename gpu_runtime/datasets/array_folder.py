@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gpu_runtime.datasets.npy import NpyFile, open_npy
 from gpu_runtime.datasets.partition import (
     CountedFile,
     DatasetPartition,
@@ -24,12 +26,10 @@ from gpu_runtime.datasets.partition import (
     as_text,
     day_files,
     day_folder,
-    is_special,
     keys_of,
     origins_of,
     packed,
     reading_of,
-    stat_of,
 )
 from gpu_runtime.datasets.workers import side_by_side
 from gpu_runtime.errors import DatasetError, SpecError
@@ -73,52 +73,59 @@ class ArrayFolderSource:
 
     def _counted(self, folder: Path, path: Path) -> CountedFile:
         fingerprint = FileFingerprint.of(path, folder)
-        rows = len(self._map(path, f"{folder.name}/{as_text(fingerprint.path)}"))
+        with self._opened(path, f"{folder.name}/{as_text(fingerprint.path)}") as file:
+            rows = file.header.shape[0]
         firsts = range(0, rows, self.rows_per_shard)
         lasts = [min(first + self.rows_per_shard, rows) for first in firsts]
         spans = [((first, last), last - first) for first, last in zip(firsts, lasts, strict=True)]
         return CountedFile(fingerprint, tuple(spans))
 
     def open(self, shard: ShardTask) -> ArrayReader:
-        files = [as_text(file.path) for file in shard.files]
+        (spec,), files = self.inputs, [as_text(file.path) for file in shard.files]
         if shard.span is not None:
             mapped = self._map(Path(shard.folder) / shard.files[0].path, f"{shard.day}/{files[0]}")
             whole = partial(_check_whole, mapped, f"{shard.day}/{files[0]}")
             values = np.asarray(mapped)[slice(*shard.span)]
-            return ArrayReader(self.inputs[0], values, Places(files, [len(values)], shard.span[0]), whole)
+            return ArrayReader(spec, values, Places(files, [len(values)], shard.span[0]), whole)
 
         def read(file: FileFingerprint) -> npt.NDArray[Any]:
-            item = f"{shard.day}/{as_text(file.path)}"
-            mapped = self._map(Path(shard.folder) / file.path, item)
-            _check_whole(mapped, item)
-            return np.array(mapped)
+            with self._opened(Path(shard.folder) / file.path, item := f"{shard.day}/{as_text(file.path)}") as opened:
+                try:
+                    return opened.read()
+                except EOFError as error:
+                    raise _shorter(item, opened.header.whole, opened.nbytes_now()) from error
 
         arrays = side_by_side(read, shard.files, "read")
-        return ArrayReader(self.inputs[0], np.concatenate(arrays), Places(files, [len(array) for array in arrays]))
+        return ArrayReader(spec, np.concatenate(arrays), Places(files, [len(array) for array in arrays]))
 
     def parts(self, shard: ShardTask) -> Iterator[ArrayReader]:
         yield self.open(shard)
 
     def _map(self, path: Path, item: str) -> np.memmap[Any, Any]:
-        """The file's array, mapped. Raises `DatasetError` unless it is what was declared."""
+        """The file's array, mapped; private, so that no engine can write to the file."""
+        with self._opened(path, item) as file:
+            return file.mapped()
+
+    @contextlib.contextmanager
+    def _opened(self, path: Path, item: str) -> Iterator[NpyFile]:
+        """Raises `DatasetError` unless the file holds what was declared, and nothing else."""
         (spec,) = self.inputs
-        try:
-            if is_special(stat_of(path)):
-                raise OSError("not a regular file")
-            with np.errstate(over="ignore"):  # of a header that counts more than there can be
-                found = np.lib.format.open_memmap(path, mode="c")  # private: no engine can write to the file
-        except Exception as error:  # OSError and ValueError, but a damaged header raises what it likes
-            kind = type(error).__name__
-            raise _unusable("not a readable .npy file", item, f"an array {_kind_of(spec)}", kind) from error
-        if found.dtype != spec.numpy_dtype or found.shape[1:] != spec.shape or found.ndim != 1 + len(spec.shape):
-            got = f"{found.dtype} {list(found.shape)}"
-            raise _unusable("the file holds another array", item, f"an array {_kind_of(spec)}", got)
-        if not found.flags.c_contiguous:
-            raise _unusable("the file's rows do not lie one behind the other", item, "C order", "Fortran order")
-        whole, nbytes = found.offset + found.nbytes, _file_of(found).size()
-        if nbytes != whole:  # rows were appended, or the header counts too few: those behind would be left out
-            raise _unusable("the file does not end where its array ends", item, f"{whole} bytes", f"{nbytes} bytes")
-        return found
+        with contextlib.ExitStack() as stack:
+            try:
+                file = stack.enter_context(open_npy(path))
+            except Exception as error:  # OSError and ValueError, but a damaged header raises what it likes
+                kind = type(error).__name__
+                raise _unusable("not a readable .npy file", item, f"an array {_kind_of(spec)}", kind) from error
+            header = file.header
+            if header.dtype != spec.numpy_dtype or header.shape[1:] != spec.shape or not header.shape:
+                got = f"{header.dtype} {list(header.shape)}"
+                raise _unusable("the file holds another array", item, f"an array {_kind_of(spec)}", got)
+            if header.fortran:
+                raise _unusable("the file's rows do not lie one behind the other", item, "C order", "Fortran order")
+            if file.nbytes != header.whole:  # rows were appended, or the header counts too few: some would be lost
+                sizes = f"{header.whole} bytes", f"{file.nbytes} bytes"
+                raise _unusable("the file does not end where its array ends", item, *sizes)
+            yield file
 
 
 class ArrayReader:
@@ -163,7 +170,11 @@ def _check_whole(mapped: np.memmap[Any, Any], item: str) -> None:
     """Touching what is gone would end the process."""
     expected, nbytes = mapped.offset + mapped.nbytes, _file_of(mapped).size()
     if nbytes < expected:
-        raise _unusable("the file got shorter while it was read", item, f"{expected} bytes", f"{nbytes} bytes")
+        raise _shorter(item, expected, nbytes)
+
+
+def _shorter(item: str, expected: int, nbytes: int) -> DatasetError:
+    return _unusable("the file got shorter while it was read", item, f"{expected} bytes", f"{nbytes} bytes")
 
 
 def _file_of(mapped: np.memmap[Any, Any]) -> mmap.mmap:

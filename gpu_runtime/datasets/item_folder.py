@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu_runtime.datasets.batching import longest_first
+from gpu_runtime.datasets.npy import Header, open_npy
 from gpu_runtime.datasets.partition import (
     DatasetPartition,
     FileFingerprint,
@@ -20,10 +21,8 @@ from gpu_runtime.datasets.partition import (
     as_text,
     day_files,
     day_folder,
-    is_special,
     origins_of,
     reading_of,
-    stat_of,
 )
 from gpu_runtime.errors import SpecError
 from gpu_runtime.specs import LENGTH, TensorSpec
@@ -105,11 +104,11 @@ class ItemReader:
             staging[one.name][place] = 0 if one.mask else one.filler
         part = (slice(None),) * self._axis + (slice(int(self.lengths[row])),)
         try:
-            array = _mapped(self._folder / self._files[row])
-            if reason := self._refusal(array):
-                failure = [RowFailure(place, "input", reason, "ValueError")]
-            else:
-                staging[spec.name][place][part] = array
+            with open_npy(self._folder / self._files[row]) as file:
+                if reason := self._refusal(file.header):
+                    failure = [RowFailure(place, "input", reason, "ValueError")]
+                else:
+                    staging[spec.name][place][part] = file.read()
         except Exception as error:  # OSError and ValueError, but a damaged header raises what it likes
             failure = [RowFailure(place, "input", "the file is not a readable .npy file", type(error).__name__)]
         for one in self._source.inputs:
@@ -117,10 +116,10 @@ class ItemReader:
                 staging[one.name][place, : self.lengths[row]] = 1
         return failure
 
-    def _refusal(self, array: npt.NDArray[Any]) -> str | None:
+    def _refusal(self, array: Header) -> str | None:
         """Why the array is no row of the input."""
         spec, longest = self._source.values, self._source.max_length
-        fits = array.ndim == len(spec.shape) and all(
+        fits = len(array.shape) == len(spec.shape) and all(
             n in (LENGTH, m) for n, m in zip(spec.shape, array.shape, strict=True)
         )
         if array.dtype != spec.numpy_dtype or not fits:
@@ -132,14 +131,7 @@ class ItemReader:
     def _length_of(self, path: Path) -> int:
         """1 for a file that is no row: it is said so when its batch is read."""
         try:
-            array = _mapped(path)
+            with open_npy(path) as file:
+                return 1 if self._refusal(file.header) else file.header.shape[self._axis]
         except Exception:
             return 1
-        return 1 if self._refusal(array) else array.shape[self._axis]
-
-
-def _mapped(path: Path) -> npt.NDArray[Any]:
-    if is_special(stat_of(path)):
-        raise OSError("not a regular file")
-    with np.errstate(over="ignore"):  # of a header that counts more than there can be
-        return np.lib.format.open_memmap(path, mode="r")
