@@ -18,8 +18,9 @@ Failure contract:
   3. A batch that the engine fails on, while it is queued or while it runs, is bisected until single rows
      fail, twice; those are reported, the rest kept. An engine that then fails on harmless values, too, is broken:
      the run ends with `DeviceError`.
-  4. Out of memory is no row's fault: the batch is tried again once the others are done, then halved until it fits,
-     and no later batch is larger. A single row that does not fit ends the run with `DeviceError`; where rows differ in
+  4. Out of memory is no row's fault: the batch is tried again alone, once the others are done. If two have fitted
+     then, one batch at a time is on the device for the rest of the run; one that does not is halved until it does, and
+     no later batch is larger. A single row that does not fit ends the run with `DeviceError`; where rows differ in
      length and the shortest fit, it is reported, and so is each later one of its length or longer that does not fit at
      once.
   5. A row whose output is not finite, or not one that the output can be, is reported, not returned as scored.
@@ -183,9 +184,6 @@ class StreamExecutor:
             for i in range(slots or max(3, 2 * streams))
         ]
         self._pool = WorkerPool(decode_workers or usable_cores())
-        # One batch's copies and computation are queued as a whole: a failure skips up to the next event,
-        # which has to be the same batch's.
-        self._queueing = threading.Lock()
         self._in_use = threading.Lock()
         self._closed = False
         self._abandoned = False  # something of an earlier run still hangs in a slot
@@ -237,22 +235,21 @@ class StreamExecutor:
         """Queue copy in, computation and copy out of a slot's first rows, in the flight's shape."""
         slot, shape = flight.slot, flight.shape
         flight.refused = None
-        with self._queueing:
-            for tensor in slot.inputs:
-                nbytes = tensor.spec.nbytes(shape.rows, shape.length)
-                self.device.copy_in(tensor.staging, tensor.buffer, nbytes, self._copy_in)
-            self._copy_in.record(slot.copied_in)
-            slot.compute.wait(slot.copied_in)
-            try:
-                slot.enqueue(self.device, shape, flight.given)
-            except BaseException as error:  # the rest is queued all the same: events must cover what it had queued
-                flight.refused = error
-            slot.compute.record(slot.computed)
-            self._copy_out.wait(slot.computed)
-            for tensor in slot.outputs:
-                nbytes = tensor.spec.nbytes(shape.rows)
-                self.device.copy_out(tensor.buffer, tensor.staging, nbytes, self._copy_out)
-            self._copy_out.record(slot.copied_out)
+        for tensor in slot.inputs:
+            nbytes = tensor.spec.nbytes(shape.rows, shape.length)
+            self.device.copy_in(tensor.staging, tensor.buffer, nbytes, self._copy_in)
+        self._copy_in.record(slot.copied_in)
+        slot.compute.wait(slot.copied_in)
+        try:
+            slot.enqueue(self.device, shape, flight.given)
+        except BaseException as error:  # the rest is queued all the same: events must cover what it had queued
+            flight.refused = error
+        slot.compute.record(slot.computed)
+        self._copy_out.wait(slot.computed)
+        for tensor in slot.outputs:
+            nbytes = tensor.spec.nbytes(shape.rows)
+            self.device.copy_out(tensor.buffer, tensor.staging, nbytes, self._copy_out)
+        self._copy_out.record(slot.copied_out)
 
 
 class _Stopped(BaseException):
@@ -277,6 +274,10 @@ class _Run:
         self._rows = self._count = self._elements = self._padded = 0
         self._latencies_ms: list[float] = []
         self._most_pieces = 1
+        # Whoever holds it is the only one to queue anything. One batch's copies and computation are queued as a whole:
+        # a failure skips up to the next event, which has to be the same batch's.
+        self._device = threading.Lock()
+        self._fitted_alone = 0  # batches that the device had no room for beside others, and had alone
         self._too_long: int | None = None  # rows padded to this length have not fitted alone, and shorter ones have
 
     def execute(self) -> RunStats:
@@ -311,11 +312,25 @@ class _Run:
         wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
         decoding = min(pool.workers, len(executor._slots) * self._most_pieces)  # workers that can have work
         clock = self._clock
+
+        def idle(waited: str, *waited_before: str) -> float:
+            """For the stage that hands on, not for what that stage itself waited for."""
+            return max(0.0, clock.seconds(waited) - sum(map(clock.seconds, waited_before)))
+
         busy = {
-            "read": (clock.seconds("read"), 0.0, 1),
+            "read": (clock.seconds("read") + clock.seconds("cut"), idle("wait for a batch", "wait for a slot"), 1),
             "decode": (pool.busy_s - decode_before, clock.seconds("decode"), decoding),
+            "dispatch": (
+                clock.seconds("check") + clock.seconds("queue"),
+                idle("wait for a queued batch", "wait for a batch", "decode"),
+                1,
+            ),
             "compute": (sum(s.busy_s for s in streams) - compute_before, clock.seconds("compute"), len(streams)),
-            "write": (clock.seconds("write"), clock.seconds("wait for a slot"), 1),
+            "write": (
+                clock.seconds("write") + clock.seconds("check of results"),
+                idle("wait for a slot", "decode", "compute"),
+                1,
+            ),
         }
         p50, p90, p99 = np.percentile(self._latencies_ms or [0.0], [50, 90, 99])
         return RunStats(
@@ -417,22 +432,38 @@ class _Run:
 
     def _dispatch(self) -> None:
         executor = self._executor
-        while (flight := self._filling.get()) is not None:
-            if isinstance(flight, BaseException):
-                raise flight
+        while (flight := self._next("wait for a batch", self._filling)) is not None:
             if self._stop.is_set():
                 _await_all(flight.pieces)
                 continue
             with self._clock.at("decode"):
                 flight.failures += self._decoded(flight)
             executor.faults("after decode")
-            flight.failures += unusable_inputs(executor.engine.file.inputs, flight.inputs, flight.rows)
-            if flight.failures:
-                flight.bring_in()
-            flight.dispatched_at = time.perf_counter()
-            with self._clock.at("queue"), around(executor.faults, "enqueue"):
-                self._send(flight)
+            with self._clock.at("check"):
+                flight.failures += unusable_inputs(executor.engine.file.inputs, flight.inputs, flight.rows)
+                if flight.failures:
+                    flight.bring_in()
+            with self._device:
+                if self._fitted_alone > 1:  # the first time, another process may have needed the room
+                    self._await_device()
+                flight.dispatched_at = time.perf_counter()
+                with self._clock.at("queue"), around(executor.faults, "enqueue"):
+                    self._send(flight)
             self._running.put(flight)
+
+    def _next(self, activity: str, flights: queue.SimpleQueue[_Flight | BaseException | None]) -> _Flight | None:
+        """The next batch of the stage before; None after the last. Raises what that stage ended with."""
+        with self._clock.at(activity):
+            flight = flights.get()
+        if isinstance(flight, BaseException):
+            raise flight
+        return flight
+
+    def _await_device(self) -> None:
+        """Whatever is on its way on the device is done."""
+        for slot in self._executor._slots:
+            with contextlib.suppress(Exception):  # that batch's own turn will tell
+                slot.copied_out.synchronize()
 
     def _decoded(self, flight: _Flight) -> list[RowFailure]:
         """Wait for the batch's pieces; if one of them raised, find the rows that make it raise."""
@@ -479,9 +510,7 @@ class _Run:
 
     def _drain(self) -> None:
         executor = self._executor
-        while (flight := self._running.get()) is not None:
-            if isinstance(flight, BaseException):
-                raise flight
+        while (flight := self._next("wait for a queued batch", self._running)) is not None:
             if self._stop.is_set():
                 continue
             count, results = flight.batch.count, flight.slot.results
@@ -489,9 +518,11 @@ class _Run:
                 try:
                     flight.finish()
                 except Exception as error:
-                    results = self._rescue(flight, error)
+                    with self._device:  # another batch's memory could make this one's rows look too many
+                        results = self._rescue(flight, error)
             self._latencies_ms.append((time.perf_counter() - flight.dispatched_at) * 1e3)
-            flight.failures += unusable_outputs(executor.engine.file.outputs, results, flight.rows)
+            with self._clock.at("check of results"):
+                flight.failures += unusable_outputs(executor.engine.file.outputs, results, flight.rows)
             first = {failure.row: failure for failure in reversed(flight.failures)}  # each row is reported once
             failures = [first[row] for row in sorted(first)]
             outputs = {name: values[:count] for name, values in results.items()}
@@ -548,11 +579,12 @@ class _Run:
         )
         again = isinstance(error, _OversizedError)
         if is_out_of_memory(error) and not self._is_too_long(length):
-            for other in executor._slots:  # their memory comes free first: it may be all that was missing
-                with contextlib.suppress(Exception):  # that batch's own turn will tell
-                    other.copied_out.synchronize()
+            self._await_device()  # the others' memory comes free first: it may be all that was missing
             again = True
+        budget = executor.ceiling.batching.budget
         failures = engine.rows(rows) if again else engine.after(error, rows, tried)
+        if is_out_of_memory(error) and not failures and executor.ceiling.batching.budget == budget:
+            self._fitted_alone += 1
         if failures:
             self._check_engine(flight, error)
         flight.failures += failures

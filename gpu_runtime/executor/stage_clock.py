@@ -8,8 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 _RELIEF: dict[str, str] = {
-    "read": "fewer and larger files, a column layout that needs less conversion, or a faster disk",
+    "read": "fewer and larger files, a column layout that needs less conversion, as one array for many columns, or a "
+    "faster disk",
     "decode": "more decode workers, smaller source files, or decoding on the device",
+    "dispatch": "larger batches, or narrower inputs: every value is checked",
     "compute": "a faster precision or backend, a larger batch, more streams, or another device",
     "write": "fewer or narrower output columns, or a faster disk",
 }
@@ -18,11 +20,13 @@ _STAGE_OF = {
     "read": "read",
     "cut": "read",
     "decode": "decode",
+    "check": "dispatch",
     "queue": "compute",
     "compute": "compute",
+    "check of results": "write",
     "write": "write",
 }
-"""Activity → the stage that hangs when it does not end. Waiting for a slot is no stage's work."""
+"""Activity → the stage that hangs when it does not end. Waiting for another stage is no stage's work."""
 
 
 class StageClock:
@@ -58,7 +62,8 @@ class StageClock:
 @dataclass(frozen=True)
 class StageTime:
     """`busy_s` sums over the stage's `width` parallel workers; `wait_s` is how long the next stage stood idle
-    for it; `occupancy` = busy ÷ (wall × width)."""
+    for it; `occupancy` = busy ÷ (wall × width). Reading is opening shards and packing columns into rows; dispatching is
+    checking what was read and queueing it; writing has the check of the results in it."""
 
     busy_s: float
     wait_s: float

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -96,6 +97,65 @@ def test_only_the_padding_of_what_was_kept_counts(bench: Any, shard: Any, record
     """Not that of a shape that did not fit."""
     stats = bench(batch=8, slots=1, during=no_room_above(2)).run([shard(range(1, rows + 1))], record())
     assert stats.padded_elements == padded
+
+
+class Room:
+    """A device for `room` rows; each batch that runs takes `fixed` beside its own."""
+
+    def __init__(self, fixed: int, room: int) -> None:
+        self._fixed, self._room, self._used, self._lock = fixed, room, 0, threading.Lock()
+        self.most_together, self._together, self.refused = 0, 0, 0
+
+    def __call__(self, ids: list[int]) -> None:
+        need = self._fixed + len(ids)
+        with self._lock:
+            if self._used + need > self._room:
+                self.refused += 1
+                raise OUT
+            self._used, self._together = self._used + need, self._together + 1
+            self.most_together = max(self.most_together, self._together)
+        time.sleep(0.02)  # longer than it takes to try another batch again
+        with self._lock:
+            self._used, self._together = self._used - need, self._together - 1
+
+
+@pytest.mark.parametrize("fixed", [0, 6, 10])
+def test_a_batch_that_fits_alone_is_not_made_smaller(bench: Any, shard: Any, record: Any, fixed: int) -> None:
+    """Two at once do not fit. Room that another batch takes says nothing about how much one needs."""
+    ceilings, written, ids = list[int](), record(), list(range(1, 401))
+    room = Room(fixed, room=fixed + 9)
+    opened = bench(batch=8, slots=4, streams=2, during=room, options={"ceiling_lowered": ceilings.append})
+    opened.run([shard(ids)], written)
+    assert written.ids == ids and written.right and not written.failures
+    assert ceilings == [] and opened.executor.batch == 8
+    assert room.most_together == 1
+    assert room.refused <= 6, "once two of the batches have shown it, one at a time is given to the device"
+
+
+def test_a_batch_that_does_not_fit_alone_is_halved_as_often_as_it_has_to_be(
+    bench: Any, shard: Any, record: Any
+) -> None:
+    ceilings, written, ids = list[int](), record(), list(range(1, 161))
+    opened = bench(batch=8, slots=4, streams=2, during=Room(3, 8), options={"ceiling_lowered": ceilings.append})
+    opened.run([shard(ids)], written)
+    assert written.ids == ids and written.right and not written.failures
+    assert ceilings == [4]
+
+
+def test_room_that_was_missing_once_costs_no_stream(bench: Any, shard: Any, record: Any) -> None:
+    room, refused = Room(0, 100), list[int]()
+
+    def during(ids: list[int]) -> None:
+        if ids[0] == 1:
+            refused.append(1)
+            room.most_together = 0
+            if len(refused) == 1:
+                raise OUT
+        room(ids)
+
+    opened = bench(batch=8, slots=4, streams=2, during=during)
+    opened.run([shard(range(1, 161))], record())
+    assert opened.executor.batch == 8 and room.most_together == 2
 
 
 @pytest.mark.parametrize("streams", [1, 3])

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -783,6 +784,47 @@ def test_the_slow_stage_is_named_as_the_bottleneck(
     others = [stage.occupancy for name, stage in stats.stages.items() if name != slow]
     assert max(others) < stats.stages[slow].occupancy <= 1.001
     assert stats.stages[slow].occupancy > 0.35  # of sixteen workers, three that are never idle would be 0.19
+
+
+def test_packing_rows_is_named_where_it_holds_the_run_back(bench: Any, shard: Any, record: Any) -> None:
+    """A source that packs columns into rows, or checks what it shows, does so on the one thread that reads."""
+    opened, rows = bench(during=lambda ids: time.sleep(0.002)), shard(range(48))
+
+    def packed(start: int, stop: int) -> Any:
+        time.sleep(0.02)
+        staging = {spec.name: np.zeros((stop - start, *spec.shape), spec.dtype) for spec in opened.engine.file.inputs}
+        for piece in rows.pieces(start, stop, staging):
+            piece()
+        return staging
+
+    rows.view = packed
+    written = record()
+    stats = opened.run([rows], written)
+    assert written.ids == list(range(48)) and written.right
+    assert stats.bottleneck == "read" and "column layout" in stats.relief
+
+
+@pytest.mark.parametrize("slow", ["read", "decode", "compute", "write"])
+def test_the_time_that_others_stood_idle_is_the_slow_stages(bench: Any, shard: Any, record: Any, slow: str) -> None:
+    def work(stage: str) -> None:
+        time.sleep(0.02 if stage == slow else 0.001)
+
+    opened = bench(slots=3, decode_workers=1, during=lambda ids: work("compute"))
+
+    def shards() -> Any:
+        for first in range(0, 48, 4):
+            work("read")
+            yield shard(range(first, first + 4), lambda id: work("decode") if id % 4 == 0 else None, piece_rows=4)
+
+    stats = opened.run(shards(), record(lambda scored: work("write")))
+    waits = {name: stage.wait_s for name, stage in stats.stages.items()}
+    assert max(waits, key=waits.__getitem__) == slow
+    assert waits[slow] > 0.5 * stats.wall_s > sum(waits.values()) - waits[slow]
+
+
+def test_efficiency_is_cpu_time_over_that_of_all_cores(bench: Any, shard: Any, record: Any) -> None:
+    stats = replace(bench().run([shard(range(4))], record()), cpu_s=3.0, cores=2, wall_s=2.0)
+    assert stats.efficiency == 0.75
 
 
 def test_a_decoder_limited_by_the_ring_is_the_bottleneck_before_a_busy_engine(

@@ -25,11 +25,12 @@ RETIRE = """\
             for tensor in (*flight.slot.inputs, *flight.slot.outputs):
                 executor.device.retire(tensor.staging, tensor.buffer)
 """
+TOGETHER = "                if self._fitted_alone > 1:"
 FREE = "            self._free.put(flight.slot)\n"
 
 WAITS: dict[str, list[Edit]] = {
-    "compute waits for the copy in": [("            slot.compute.wait(slot.copied_in)\n", "")],
-    "the copy out waits for compute": [("            self._copy_out.wait(slot.computed)\n", "")],
+    "compute waits for the copy in": [("        slot.compute.wait(slot.copied_in)\n", "")],
+    "the copy out waits for compute": [("        self._copy_out.wait(slot.computed)\n", "")],
     "the writer waits for the copy out": [("        self.slot.copied_out.synchronize()\n", "")],
     "a slot is freed after its write": [(RETIRE + FREE, ""), (WRITE, RETIRE + FREE + WRITE)],
 }
@@ -88,7 +89,10 @@ def test_a_slot_freed_during_its_write_is_overrun_by_the_next_batch(
     assert (written.ids == list(range(1, 17)) and written.right) is right
 
 
-@pytest.mark.parametrize(("edits", "right"), [([], True), ([("with self._queueing:", "if True:")], False)])
+@pytest.mark.parametrize(
+    ("edits", "right"),
+    [([], True), ([(f"            with self._device:\n{TOGETHER}", f"            if True:\n{TOGETHER}")], False)],
+)
 def test_a_rescue_and_a_new_batch_are_not_queued_into_each_other(
     bench: Any, shard: Any, record: Any, executor_module: Any, settled: Any, edits: list[Edit], right: bool
 ) -> None:

@@ -990,7 +990,7 @@ def test_the_run_report_says_what_ran_and_how_fast(
     assert (report["model_digest"], report["engine_digest"]) == (served.exported.digest, served.plan.engine_digest)
     assert (report["rows_in"], report["scored"], report["quarantined"]) == (50, 50, 0)
     assert report["of_engine_only"] == pytest.approx(report["rows_per_s"] / 1000.0)
-    assert report["bottleneck"] in {"decode", "compute", "write"}
+    assert report["bottleneck"] in {"read", "decode", "dispatch", "compute", "write"}
     assert made.report == report
     assert 0 < report["latency_p50_ms"] <= report["latency_p90_ms"] <= report["latency_p99_ms"]
     assert report["peak_memory_mib"] > 50 and report["cost_per_million_rows"] is None
