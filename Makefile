@@ -33,7 +33,7 @@ fuzz: .venv/installed
 # PHOTOS=DIR takes the JPEGs of that folder, LABELLED=DIR also counts right answers on those of one with a labels.csv;
 # SMOKE=1 runs tiny sizes and keeps no result.
 bench: .venv/installed .venv-bench/installed
-	.venv-bench/bin/python benchmarks/schedule.py
+	.venv-bench/bin/python benchmarks/schedule.py $(if $(SMOKE),--smoke)
 	$(BIN)/python benchmarks/credit.py $(BENCH)
 	$(BIN)/python benchmarks/credit.py $(BENCH) --fp32
 	$(BIN)/python benchmarks/tensors.py $(BENCH)

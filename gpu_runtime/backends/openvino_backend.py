@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from gpu_runtime.backends.protocol import EngineFile, EngineOptions, cannot_open, check_fits, describe
 from gpu_runtime.device.protocol import Array, Device, DeviceClass, Stream
@@ -28,6 +31,12 @@ class OpenVinoBackend:
         return str(openvino.__version__)
 
     def supports(self, graph: Graph) -> str | None:
+        held = np.iinfo(np.int32)
+        for spec in graph.inputs:
+            low = -math.inf if spec.minimum is None else spec.minimum
+            high = math.inf if spec.maximum is None else spec.maximum
+            if spec.dtype == "int64" and not held.min <= low <= high <= held.max:
+                return f"it computes int64 as int32: declare {spec.name!r} with a minimum and a maximum inside int32"
         return None
 
     def runs_here(self) -> str | None:

@@ -76,7 +76,7 @@ class Sweep:
         return [
             Setting(engine.key, batch, streams, cores // streams, lengths)
             for batch in different.values()
-            for streams in powers_of_two(cores)
+            for streams in sorted({*powers_of_two(cores), cores})  # of six cores, four streams leave two idle
         ]
 
 
@@ -288,8 +288,8 @@ def run_benchmark(
         file, timing = engines.engines[chosen.setting.engine], (sweep.trial_rounds, sweep.trial_s)
         try:
             trials = run_trials(file, chosen, objective, device, feed.open(), *timing)
-        except InferenceError as error:  # all that was measured stands without them
-            trials_failed = str(error)
+        except Exception as error:  # whatever it is, all that was measured stands without them
+            trials_failed = str(error) if isinstance(error, InferenceError) else f"{type(error).__name__}: {error}"
     with store.draft(KIND, [benchmark_recipe(declaration, engines, gate_rows.digest, policy, objective)]) as draft:
         draft.metadata = {
             "model": spec.name,
@@ -334,19 +334,49 @@ def _sweep(
                     break
     waiting = {key: objective.ranked(found) for key, found in probes.items()}
     measured: dict[str, list[Measurement]] = {key: [] for key in probes}
-    next_ones = [probe for ranked in waiting.values() for probe in ranked[: sweep.finalists]]
-    while next_ones:
-        settings = [probe.setting for probe in next_ones]
-        for one in measure(engines, settings, device, rows, rounds=sweep.rounds, round_s=sweep.round_s):
-            measured[one.setting.engine].append(_with_most_memory(one, probes[one.setting.engine]))
-        next_ones = [
+
+    def finalists(key: str) -> list[Measurement]:
+        taken, waiting[key] = waiting[key][: sweep.finalists], waiting[key][sweep.finalists :]
+        return taken
+
+    turn = [probe for key in probes for probe in finalists(key)]
+    while turn:
+        found, broken = _in_rounds(engines, [probe.setting for probe in turn], sweep, device, rows)
+        failed |= broken
+        for key in broken:
+            probes[key], measured[key], waiting[key] = [], [], []
+        for one in found:
+            if one.setting.engine not in failed:
+                measured[one.setting.engine].append(_with_most_memory(one, probes[one.setting.engine]))
+        turn = [
             probe
-            for key, ranked in waiting.items()
+            for key in probes
             if not any(objective.keeps(one) for one in measured[key])
-            for probe in ranked[len(measured[key]) :][: sweep.finalists]
+            for probe in finalists(key)
             if max(objective.excess(probe).values(), default=0.0) <= _NEAR
         ]
     return probes, measured, failed
+
+
+def _in_rounds(
+    engines: Mapping[str, EngineFile], settings: Sequence[Setting], sweep: Sweep, device: Device, rows: RowSample
+) -> tuple[list[Measurement], dict[str, str]]:
+    """Measured in turns; and which engines failed, and why. If one of them cannot, or there is no room for all at once,
+    each is measured by itself: one engine's failure must not cost the others their results."""
+
+    def together(chosen: Sequence[Setting]) -> list[Measurement]:
+        return measure(engines, chosen, device, rows, rounds=sweep.rounds, round_s=sweep.round_s)
+
+    with contextlib.suppress(Exception):
+        return together(settings), {}
+    found, failed = list[Measurement](), dict[str, str]()
+    for setting in settings:
+        try:
+            found += together([setting])
+        except Exception as error:
+            if not is_out_of_memory(error):
+                failed[setting.engine] = f"failed here: {type(error).__name__}: {error}"
+    return found, failed
 
 
 def _with_most_memory(one: Measurement, probes: Sequence[Measurement]) -> Measurement:

@@ -480,8 +480,9 @@ def _append_top_k(model: Any, output: str, top_k: TopK) -> None:
 
 
 def _postprocess(model: Any, spec: ModelSpec, output: str, kind: Postprocess) -> None:
-    """The output `[N, classes, …]` becomes its softmax, or the index of its largest class, under the same name."""
-    from onnx import TensorProto, helper
+    """The output `[N, classes, …]` becomes its softmax, or the index of its largest class (-1 where a class is NaN or
+    +∞), under the same name."""
+    from onnx import TensorProto, helper, numpy_helper
 
     graph, raw = model.graph, f"{output}__raw"
     place = next(i for i, value in enumerate(graph.output) if value.name == output)
@@ -501,7 +502,35 @@ def _postprocess(model: Any, spec: ModelSpec, output: str, kind: Postprocess) ->
     if kind == "softmax":
         graph.node.append(helper.make_node("Softmax", [raw], [output], f"{output}__softmax", axis=1))
         return
-    index = f"{output}__index"
+    index, whole, known = f"{output}__index", f"{output}__int32", f"{output}__finite"
     graph.node.append(helper.make_node("ArgMax", [raw], [index], f"{output}__argmax", axis=1, keepdims=0))
-    graph.node.append(helper.make_node("Cast", [index], [output], f"{output}__cast", to=TensorProto.INT32))
+    graph.node.append(helper.make_node("Cast", [index], [whole], f"{output}__cast", to=TensorProto.INT32))
+    graph.node.extend(_has_a_largest(model, raw, known, graph.output[place].type.tensor_type.elem_type))
+    # ArgMax finds some class all the same: -1 is none, and outside the output's range.
+    graph.initializer.append(numpy_helper.from_array(np.asarray(-1, np.int32), f"{output}__none"))
+    graph.node.append(helper.make_node("Where", [known, whole, f"{output}__none"], [output], f"{output}__where"))
     graph.output[place].CopyFrom(helper.make_tensor_value_info(output, TensorProto.INT32, [dims[0], *dims[2:]]))
+
+
+def _has_a_largest(model: Any, raw: str, known: str, element: int) -> list[Any]:
+    """Nodes that tell, for `raw` `[N, classes, …]`, where no class is NaN or +∞, as bool `[N, …]`: the sum over the
+    classes is neither then, and one sum is less work than a test of each. (-∞ is how a model masks a class.)"""
+    from onnx import TensorProto, helper, numpy_helper
+
+    sums, most = f"{known}__sum", f"{known}__most"
+    axes = numpy_helper.from_array(np.asarray([1], np.int64), f"{known}__axes")
+    model.graph.initializer.append(numpy_helper.from_array(np.asarray(np.finfo(np.float32).max, np.float32), most))
+    opset = next(one.version for one in model.opset_import if one.domain in ("", "ai.onnx"))
+    if opset >= 13:
+        model.graph.initializer.append(axes)
+        add = helper.make_node("ReduceSum", [raw, axes.name], [sums], f"{known}__add", keepdims=0)
+    else:
+        add = helper.make_node("ReduceSum", [raw], [sums], f"{known}__add", keepdims=0, axes=[1])
+    nodes, wide = [add], sums
+    if element != TensorProto.FLOAT:
+        wide = f"{known}__wide"
+        nodes.append(helper.make_node("Cast", [sums], [wide], f"{known}__widen", to=TensorProto.FLOAT))
+    return [
+        *nodes,
+        helper.make_node("Less", [wide, most], [known], f"{known}__less"),
+    ]

@@ -161,6 +161,32 @@ def assert_same(found: Arrays, expected: Arrays, relative: float = 1e-5) -> None
         np.testing.assert_allclose(found[name], values, rtol=relative, atol=relative * np.abs(values).max())
 
 
+@pytest.mark.parametrize(
+    ("minimum", "maximum", "taken"),
+    [(None, None, False), (0, None, False), (0, 2**31, False), (0, 30_521, True), (-(2**31), 2**31 - 1, True)],
+)
+def test_openvino_takes_whole_numbers_of_64_bits_only_where_it_computes_them_right(
+    tmp_path: Path, minimum: int | None, maximum: int | None, taken: bool
+) -> None:
+    ids = TensorSpec("ids", "int64", (4,), minimum, maximum)
+    reason = get_backend("openvino").supports(replace(dense(tmp_path), inputs=(ids,)))
+    assert reason is None if taken else "'ids'" in str(reason)
+
+
+@pytest.mark.parametrize("streams", [1, 2, 4])
+def test_onnxruntime_has_the_threads_that_its_setting_says(tmp_path: Path, device: HostDevice, streams: int) -> None:
+    """Each stream's own thread works, too."""
+    backend, threads = get_backend("onnxruntime"), 3
+    file = build(backend, dense(tmp_path), device)
+
+    def count() -> int:
+        return len(list(Path("/proc/self/task").iterdir()))
+
+    before = count()
+    with backend.load(file, device, EngineOptions(streams, threads)):
+        assert count() - before == streams * threads - streams
+
+
 @pytest.mark.parametrize("name", ["onnxruntime", "openvino", "tensorrt_rtx"])
 def test_a_sidecar_says_what_was_built_and_for_what(name: str, tmp_path: Path, device: HostDevice) -> None:
     backend, graph = get_backend(name), dense(tmp_path)

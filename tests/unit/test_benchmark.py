@@ -16,6 +16,7 @@ from onnx import helper
 
 from gpu_runtime.artifacts import ArtifactStore
 from gpu_runtime.backends.engine_set import EngineSet, build_engines
+from gpu_runtime.backends.registry import get_backend
 from gpu_runtime.benchmark import report as report_module
 from gpu_runtime.benchmark import trial as trial_module
 from gpu_runtime.benchmark.environment import describe_environment
@@ -35,7 +36,7 @@ from gpu_runtime.benchmark.report import (
 from gpu_runtime.benchmark.trial import Feed, powers_of_two, run_trials, some_batches
 from gpu_runtime.datasets.sample import RowSample
 from gpu_runtime.device.host import HostDevice, cpu_class, usable_cores
-from gpu_runtime.errors import GateError
+from gpu_runtime.errors import DatasetError, GateError
 from gpu_runtime.export.onnx_export import export_model
 from gpu_runtime.quality.gate import GatePolicy
 from gpu_runtime.quantize.calibration import Calibration
@@ -339,6 +340,65 @@ def test_a_trial_is_as_long_as_the_whole_executor_needs_for_it_and_alike_for_all
     warm_ups, runs = counts[::2], counts[1::2]
     assert set(warm_ups) == {4} and len(runs) == 2 * len(trials) > 2
     assert len(set(runs)) == 1 and 4 < runs[0] < 1e7
+
+
+@pytest.mark.parametrize("why", ["no room for all at once", "one engine fails then"])
+def test_what_fails_in_the_rounds_costs_no_other_engine_its_results(
+    served: SimpleNamespace,
+    engines: EngineSet,
+    gate_rows: RowSample,
+    store: ArtifactStore,
+    monkeypatch: pytest.MonkeyPatch,
+    why: str,
+) -> None:
+    def measured(files: Any, settings: Any, *given: Any, rounds: int, **more: Any) -> list[Measurement]:
+        if why == "no room for all at once" and len(settings) > 1:
+            raise RuntimeError("std::bad_alloc")
+        if why == "one engine fails then" and rounds > 1 and any(one.engine == "openvino:fp32" for one in settings):
+            raise RuntimeError("no such kernel, now and then")
+        return measure(files, settings, *given, rounds=rounds, **more)
+
+    monkeypatch.setattr(report_module, "measure", measured)
+    sweep = replace(QUICK, rounds=2)
+    with HostDevice() as device:
+        report = run_benchmark(
+            served.spec, "declared", engines, served.exported.graph(), gate_rows, POLICY, sweep, device, store
+        )
+    without = {result.engine for result in report.results if not result.measurements}
+    runnable = {key for key, file in engines.engines.items() if get_backend(file.backend).runs_here() is None}
+    if why == "one engine fails then":
+        assert without & runnable == {"openvino:fp32"}
+        (failed,) = (result for result in report.results if result.engine == "openvino:fp32")
+        assert failed.verdict.reasons == ("failed here: RuntimeError: no such kernel, now and then",)
+    else:
+        assert not without & runnable
+    assert "onnxruntime:fp32" in {result.engine for result in report.passed}
+
+
+@pytest.mark.parametrize("error", [OSError("stale handle"), DatasetError("gone", stage="read")])
+def test_a_trial_that_fails_costs_none_of_what_was_measured(
+    served: SimpleNamespace,
+    engines: EngineSet,
+    gate_rows: RowSample,
+    store: ArtifactStore,
+    flights: Any,
+    tmp_path: Path,
+    error: Exception,
+) -> None:
+    flights.write_day(tmp_path, DAY, 20)
+    source = flights.source(tmp_path)
+
+    def parts(shard: Any) -> Any:
+        raise error
+
+    feed: Any = Feed(SimpleNamespace(inputs=source.inputs, partition=source.partition, parts=parts), (DAY,))
+    with HostDevice() as device:
+        report = run_benchmark(
+            served.spec, "declared", engines, served.exported.graph(), gate_rows, POLICY,
+            replace(QUICK, trial_rounds=1), device, store, Objective(), feed,
+        )  # fmt: skip
+    assert report.passed and not report.trials
+    assert str(error) in report.artifact.metadata["trials_failed"]
 
 
 @pytest.mark.parametrize(("count", "taken"), [(3, ["a", "c", "e"]), (8, ["a", "b", "c", "d", "e", "f", "a", "b"])])

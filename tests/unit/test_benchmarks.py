@@ -91,6 +91,17 @@ def report_of(tmp_path: Path, name: str, *arguments: str) -> dict[str, Any]:
     return report
 
 
+def test_the_schedule_is_simulated_and_a_smoke_run_keeps_nothing(tmp_path: Path) -> None:
+    kept = {path: path.read_bytes() for path in (ROOT / "benchmarks" / "results").glob("schedule.*")}
+    command = [sys.executable, "benchmarks/schedule.py", "--smoke"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("| compute "))
+    efficiency = [float(cell) for cell in line.strip("| ").split(" | ")[-6:]]
+    assert efficiency[0] < 0.7 and min(efficiency[1:]) >= 0.97  # of one slot, and of two to six
+    assert {path: path.read_bytes() for path in kept} == kept
+
+
 def test_credit_runs_and_a_peer_that_is_not_installed_is_named(tmp_path: Path) -> None:
     report = report_of(tmp_path, "credit", "--only", "ours", "ray")
     assert [one["name"] for one in report["entrants"] if one["role"] == "ours"] == ["ours"]

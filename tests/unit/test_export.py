@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from onnx import helper
 from gpu_runtime.artifacts import ArtifactStore
 from gpu_runtime.backends.engine_set import build_engines
 from gpu_runtime.backends.onnxruntime_backend import ReferenceSession
-from gpu_runtime.device.host import cpu_class
+from gpu_runtime.benchmark.report import run_rows
+from gpu_runtime.datasets.sample import RowSample
+from gpu_runtime.device.host import HostDevice, cpu_class
 from gpu_runtime.errors import ExportError
 from gpu_runtime.export.onnx_export import export_model
 from gpu_runtime.export.parity import normalized
@@ -298,6 +301,41 @@ def test_baked_softmax_and_argmax_equal_numpy(
         np.testing.assert_allclose(got, powers / powers.sum(axis=1, keepdims=True), rtol=1e-5)
         (made,) = graph.outputs
         assert (made.shape, made.minimum) == (shape, 0) and made.maximum is not None and 1 < made.maximum < 1.01
+
+
+@pytest.mark.parametrize("shape", [(5,), (5, 2, 3)], ids=["a class a row", "a class a pixel"])
+@pytest.mark.parametrize(("spoiled", "masked"), [(np.nan, False), (np.inf, False), (-np.inf, True)])
+@pytest.mark.parametrize("opset", [11, 20])
+@pytest.mark.parametrize("backend", ["onnxruntime", "openvino"])
+def test_scores_that_are_not_finite_have_no_largest_class(
+    store: ArtifactStore,
+    make_graph: Any,
+    tmp_path: Path,
+    shape: tuple[int, ...],
+    spoiled: float,
+    masked: bool,
+    opset: int,
+    backend: str,
+) -> None:
+    """-1 is outside the output's range: such a row is quarantined, not published as a class. -∞ masks one."""
+    x, logits = TensorSpec("x", "float32", shape), TensorSpec("classes", "float32", shape)
+    make = replace(make_graph, opset=opset)
+    path = make(tmp_path / "m.onnx", [node("Neg", ["x"], ["classes"])], {}, [x], [logits])
+    source = OnnxSource(str(path))
+    spec = ModelSpec("m", "1", source, (x,), ("classes",), postprocess={"classes": "argmax"}, max_batch=4)
+    graph = export_model(spec, store).graph()
+    rows = np.random.default_rng(0).standard_normal((4, *shape)).astype(np.float32)
+    expected = (-rows).argmax(axis=1)
+    here = (0,) * (len(shape) - 1)
+    rows[(1, expected[(1, *here)] - 1, *here)] = -spoiled  # not the largest class
+    if not masked:
+        expected[(1, *here)] = -1
+    engines = build_engines("m", [graph], [backend], cpu_class(), store)
+    with HostDevice() as device:
+        file = engines.engines[f"{backend}:fp32"]
+        got = run_rows(file, device, RowSample({"x": rows}, None, "rows"), "classes")
+    np.testing.assert_array_equal(got, expected)
+    assert graph.outputs[0].minimum == 0
 
 
 def test_a_score_without_classes_has_no_argmax(store: ArtifactStore, make_graph: Any, tmp_path: Path) -> None:
