@@ -43,6 +43,7 @@ bench: .venv/installed .venv-bench/installed
 	$(BIN)/python benchmarks/ct.py $(BENCH)
 	$(BIN)/python benchmarks/text.py $(BENCH)
 	$(BIN)/python benchmarks/decode.py $(BENCH) $(if $(PHOTOS),--photos $(PHOTOS)) $(if $(LABELLED),--labelled $(LABELLED))
+	$(BIN)/python benchmarks/decode.py $(BENCH) $(if $(PHOTOS),--photos $(PHOTOS)) --large
 
 check: .venv/installed .dagster/dagster.yaml
 	$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy && $(BIN)/dg check yaml && $(BIN)/dg check defs

@@ -30,14 +30,18 @@ REFERENCE = "pillow whole"
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--photos", type=Path, metavar="DIR", help="JPEGs; the model's own sample where left out")
     parser.add_argument("--labelled", type=Path, metavar="DIR", help="JPEGs and labels.csv: file, imagenet_index")
+    parser.add_argument("--large", action="store_true", help="the photos four times as wide and high, as decode-large")
 
 
 def prepare(work: Path, args: argparse.Namespace) -> Case:
     count = 12 if args.smoke else 500
     files = photo_files(work, args.photos, work / "decode" / DAY, count)
+    if args.large:
+        files = _enlarged(files[: 4 if args.smoke else 25], work / "decode" / "large") * 4
     labels = _labels(args.labelled)[: 8 if args.smoke else None] if args.labelled else []
     kib = sum(Path(file).stat().st_size for file in files) / len(files) / 1024
     return {
+        "name": "decode-large" if args.large else "decode",
         "rows": len(files),
         "facts": {
             "input": f"{len(files)} JPEG files, {kib:.0f} KiB each on average, in the page cache",
@@ -49,6 +53,18 @@ def prepare(work: Path, args: argparse.Namespace) -> Case:
         "differences": {name: _difference(decode, files) for name, decode in DECODERS.items() if name != REFERENCE},
         "top-1": _top_1(labels, work) if labels else {},
     }
+
+
+def _enlarged(files: Sequence[str], folder: Path) -> list[str]:
+    """What a camera would have given of the same scenes, more or less: photos of several megapixels."""
+    import cv2
+
+    folder.mkdir(parents=True, exist_ok=True)
+    made = [folder / Path(file).name for file in files]
+    for file, target in zip(files, made, strict=True):
+        large = cv2.resize(cv2.imread(file), None, fx=4, fy=4, interpolation=cv2.INTER_CUBIC)
+        cv2.imwrite(str(target), large, [cv2.IMWRITE_JPEG_QUALITY, 90])
+    return [str(path) for path in made]
 
 
 def _labels(folder: Path) -> list[tuple[str, int]]:

@@ -114,7 +114,9 @@ def _centre_square(pixels: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8],
     # Averaging areas is for making smaller; it would leave blocks behind where a picture gets larger.
     how = cv2.INTER_AREA if side >= max(target.shape[:2]) else cv2.INTER_LINEAR
     square = pixels[top : pixels.shape[0] - top, left : pixels.shape[1] - left]
-    target[:] = cv2.resize(square, (target.shape[1], target.shape[0]), interpolation=how)
+    made = cv2.resize(square, (target.shape[1], target.shape[0]), dst=target, interpolation=how)
+    if not np.may_share_memory(made, target):  # rows with gaps between them: OpenCV made an array of its own
+        target[:] = made
 
 
 def open_decoders() -> None:
